@@ -1,4 +1,4 @@
-"""Fixtures for all tests; offline, whatever the machine's environment says."""
+"""Fixtures of all tests. Tests run offline, whatever the environment says."""
 
 import importlib.util
 import os
@@ -14,21 +14,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test can
 
-settings.register_profile("stillroom", deadline=None)  # a busy machine is no failure
+settings.register_profile("stillroom", deadline=None)  # a busy machine must not fail a test
 settings.load_profile("stillroom")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
 def chromium() -> str | None:
-    """The browser's program, if there is one and what drives it."""
+    """Return the path of Chromium, if it and playwright are installed."""
     if importlib.util.find_spec("playwright") is None:
         return None
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs the shared data, or a GPU, where there is none, or no browser."""
+    """Skip tests whose shared data, GPU or browser is missing."""
     skips = {
         "shared": None if SHARED.is_dir() else pytest.mark.skip(reason="needs ../shared"),
         "gpu": None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device"),
@@ -42,5 +42,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of real data and models beside the checkout; tests that use it carry the marker `shared`."""
+    """Return the folder of real data and models next to the checkout; its tests have the marker `shared`."""
     return SHARED

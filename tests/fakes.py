@@ -1,4 +1,4 @@
-"""What the tests use in place of time, and small models with random weights in place of large ones."""
+"""A manual clock, a small tokenizer and random checkpoints."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from stillroom.core.clock import VirtualClock
 
 ManualClock = VirtualClock
-"""Time that stands still until it is told to move."""
+"""Time that moves by `advance` only."""
 
 BASE: dict[str, Any] = {
     "vocab_size": 301,
@@ -25,7 +25,8 @@ BASE: dict[str, Any] = {
 
 
 def byte_tokenizer(vocab_size: int = 301) -> Any:
-    """A transformers tokenizer that spells any text: GPT-2's bytes, merges of some JSON, and `<e>` (1), which ends."""
+    """Return a transformers tokenizer for any text: GPT-2's bytes, merges of some JSON, and `<e>` (1), the end
+    token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -39,10 +40,10 @@ def byte_tokenizer(vocab_size: int = 301) -> Any:
 
 
 def random_checkpoint(folder: Path, kind: str, *, seed: int = 0, shards: bool = False, **settings: Any) -> Any:
-    """A random checkpoint of a transformers architecture (`Llama`, `Qwen3`, ...), saved; returns the oracle model."""
+    """Save a random checkpoint of a transformers architecture (`Llama`, `Qwen3`, ...); return the oracle model."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**deepcopy({**BASE, **settings}))  # it writes into what it is given
+    config = getattr(transformers, f"{kind}Config")(**deepcopy({**BASE, **settings}))  # the class changes its arguments
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

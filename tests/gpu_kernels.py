@@ -1,4 +1,4 @@
-"""Where the GPU kernels run in tests: compiled on a GPU, else in Triton's interpreter on the CPU (see conftest.py)."""
+"""Runs GPU kernels in tests: compiled on a GPU, else in Triton's interpreter on the CPU (see conftest.py)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ HALF_PRECISION = [
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the GPU's way on the CPU too."""
+    """Use the GPU kernels on the CPU too."""
     pytest.importorskip("triton")
     for module in (
         "ops.attention",

@@ -14,7 +14,7 @@ SMALL = SketchShape(width=7, depth=3)  # small enough that everything collides
 
 
 @given(st.lists(st.integers(0, 30).map(lambda n: bytes([n])), max_size=300))
-def test_it_never_underestimates(stream: list[bytes]) -> None:
+def test_estimate_never_underestimates(stream: list[bytes]) -> None:
     sketch = CountMinSketch(SMALL)
     for item in stream:
         returned = sketch.add(item)
@@ -25,7 +25,7 @@ def test_it_never_underestimates(stream: list[bytes]) -> None:
 
 
 @given(st.lists(st.integers(0, 30).map(lambda n: bytes([n])), max_size=300), st.integers(1, 50))
-def test_ageing_keeps_at_least_the_aged_count(stream: list[bytes], halve_every: int) -> None:
+def test_halving_keeps_at_least_the_halved_count(stream: list[bytes], halve_every: int) -> None:
     sketch, aged, since = CountMinSketch(SMALL, halve_every=halve_every), Counter[bytes](), 0
     for item in stream:
         sketch.add(item)
@@ -36,7 +36,7 @@ def test_ageing_keeps_at_least_the_aged_count(stream: list[bytes], halve_every: 
     assert all(sketch.estimate(item) >= count for item, count in aged.items())
 
 
-def test_the_error_bound_holds_on_a_skewed_stream() -> None:
+def test_error_bound_holds_on_a_skewed_stream() -> None:
     shape = SketchShape(width=272, depth=5)  # epsilon 0.01, delta 0.007
     stream = np.random.default_rng(0).zipf(1.2, size=20_000) % 5000
     sketch, counts = CountMinSketch(shape), Counter(stream.tolist())
@@ -47,7 +47,7 @@ def test_the_error_bound_holds_on_a_skewed_stream() -> None:
     assert (errors > shape.epsilon * len(stream)).mean() <= math.exp(-shape.depth)
 
 
-def test_conservative_update_is_never_worse_than_the_plain_rule() -> None:
+def test_conservative_update_never_exceeds_the_plain_sketch() -> None:
     stream = [bytes([n % 23]) for n in range(500)]
     sketch, plain = CountMinSketch(SMALL), np.zeros((3, 7), dtype=int)
     for item in stream:
@@ -62,7 +62,7 @@ def test_conservative_update_is_never_worse_than_the_plain_rule() -> None:
     ("width", "depth", "epsilon", "num_bytes"),
     [(2048, 4, 0.00133, 32_768), (4096, 4, 0.00066, 65_536), (1024, 5, 0.00265, 20_480), (8192, 4, 0.00033, 131_072)],
 )
-def test_the_papers_table_of_shapes(width: int, depth: int, epsilon: float, num_bytes: int) -> None:
+def test_sizes_and_errors_equal_the_papers_table(width: int, depth: int, epsilon: float, num_bytes: int) -> None:
     shape = SketchShape(width, depth)
     assert shape.epsilon == pytest.approx(epsilon, abs=6e-6)
     assert shape.num_bytes == num_bytes

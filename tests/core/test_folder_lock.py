@@ -1,4 +1,4 @@
-"""A lock on a folder is lost when the folder is, and its holder can see that."""
+"""The holder of a folder lock detects that the folder or the lock file was replaced."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kb" / "writer.lock"
 
 
-def test_only_one_holds_it(path: Path) -> None:
+def test_only_one_holder_at_a_time(path: Path) -> None:
     first, second = FolderLock(path), FolderLock(path)
     with first:
         with pytest.raises(Timeout):
@@ -28,7 +28,7 @@ def test_only_one_holds_it(path: Path) -> None:
     second.release()
 
 
-def test_a_holder_sees_that_its_folder_was_removed_and_made_again(path: Path) -> None:
+def test_holder_detects_that_its_folder_was_recreated(path: Path) -> None:
     with FolderLock(path) as first:
         shutil.rmtree(path.parent)
         assert not first.is_held
@@ -37,14 +37,14 @@ def test_a_holder_sees_that_its_folder_was_removed_and_made_again(path: Path) ->
             assert (first.is_held, second.is_held) == (False, True)
 
 
-def test_a_holder_sees_that_the_lock_file_alone_was_replaced(path: Path) -> None:
+def test_holder_detects_that_the_lock_file_was_replaced(path: Path) -> None:
     with FolderLock(path) as first:
         path.unlink()
         path.touch()
         assert not first.is_held
 
 
-def test_a_folder_that_is_missing_is_not_made(path: Path) -> None:
+def test_missing_folder_is_not_created(path: Path) -> None:
     path.parent.rmdir()
     with pytest.raises(FileNotFoundError):
         FolderLock(path).acquire()

@@ -53,7 +53,7 @@ class HeapMachine(RuleBasedStateMachine):
         self.model[item] = (key, self.model[item][1])
 
     @invariant()
-    def books_agree(self) -> None:
+    def invariants_hold(self) -> None:
         self.heap.check_integrity()
         assert set(self.heap) == set(self.model) and len(self.heap) == len(self.model)
         assert all(self.heap.key_of(item) == key for item, (key, _) in self.model.items())
@@ -68,17 +68,17 @@ TestMaxHeap = MaxHeapMachine.TestCase
 
 
 @given(st.lists(KEYS, max_size=50))
-def test_popping_everything_is_a_stable_sort(keys: list[float]) -> None:
+def test_popping_all_items_is_a_stable_sort(keys: list[float]) -> None:
     heap: IndexedHeap[int] = IndexedHeap()
     for index, key in enumerate(keys):
         heap.push(index, key)
     assert [heap.pop()[0] for _ in keys] == sorted(range(len(keys)), key=lambda index: keys[index])
 
 
-def test_what_is_not_there() -> None:
+def test_missing_items_raise() -> None:
     heap: IndexedHeap[str] = IndexedHeap()
     with pytest.raises(IndexError):
         heap.pop()
     with pytest.raises(KeyError):
-        heap.remove("nobody")
-    assert "nobody" not in heap
+        heap.remove("missing")
+    assert "missing" not in heap

@@ -1,4 +1,4 @@
-"""Whatever is said about a document becomes plain values, always the same ones."""
+"""Metadata of any kind becomes plain values, deterministically."""
 
 import datetime
 import json
@@ -30,7 +30,7 @@ ANYTHING = st.dictionaries(
 @given(ANYTHING)
 @example({"0 \x7f 0": False})
 @example({"a": "x" * (MAX_VALUE_CHARS - 1) + " y"})
-def test_whatever_is_said_is_kept_the_same_through_json(raw: dict[str, object]) -> None:
+def test_cleaned_metadata_survives_json_unchanged(raw: dict[str, object]) -> None:
     kept = clean_metadata(raw)
     text = metadata_to_json(kept)
     assert metadata_from_json(text) == kept
@@ -38,7 +38,7 @@ def test_whatever_is_said_is_kept_the_same_through_json(raw: dict[str, object]) 
     text.encode()
 
 
-def test_values_of_every_kind() -> None:
+def test_values_of_every_type_are_cleaned() -> None:
     raw = {
         "year": 2024,
         "author": {"name": " Ada ", "born": datetime.date(1815, 12, 10)},
@@ -59,7 +59,7 @@ def test_values_of_every_kind() -> None:
     }
 
 
-def test_there_is_a_limit() -> None:
+def test_fields_depth_and_integers_are_limited() -> None:
     assert len(clean_metadata({str(number): number for number in range(1000)})) == MAX_FIELDS
     nested: dict[str, object] = {"x": 1}
     for _ in range(100):
@@ -73,5 +73,5 @@ def test_there_is_a_limit() -> None:
     [("2021", 2021), (" -3 ", -3), ("TRUE", True), ("007", "007"), ("1e400", "1e400")]
     + [(str(2**63 - 1), 2**63 - 1), (str(2**63), str(2**63)), ("0.50", 0.5)],
 )
-def test_a_text_that_is_written_as_a_number_is_one(text: str, value: Scalar) -> None:
+def test_text_written_as_a_number_becomes_one(text: str, value: Scalar) -> None:
     assert typed(text) == value

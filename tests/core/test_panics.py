@@ -1,4 +1,4 @@
-"""A real Rust panic, as an ordinary exception."""
+"""A real Rust panic becomes an ordinary exception."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,7 @@ from stillroom.core.panics import ENDINGS, NativePanicError, panics_as_errors
 
 
 def panic(folder: Path) -> None:
-    """Let tantivy panic: its segment files are overwritten under an open index."""
+    """Make tantivy panic: its segment files are overwritten under an open index."""
     builder = tantivy.SchemaBuilder()
     builder.add_text_field("body")
     index = tantivy.Index(builder.build(), path=str(folder))
@@ -27,13 +27,13 @@ def panic(folder: Path) -> None:
     index.searcher().search(tantivy.Query.term_query(index.schema, "body", "keys"), 1)
 
 
-def test_a_panic_passes_except_exception(tmp_path: Path) -> None:
+def test_panic_is_not_caught_by_except_exception(tmp_path: Path) -> None:
     with pytest.raises(BaseException) as raised:
         panic(tmp_path)
     assert not isinstance(raised.value, Exception)
 
 
-def test_a_panic_becomes_an_error_without_its_message(tmp_path: Path) -> None:
+def test_panic_becomes_an_error_without_its_message(tmp_path: Path) -> None:
     with pytest.raises(NativePanicError, match="tantivy panicked") as raised, panics_as_errors("tantivy"):
         panic(tmp_path)
     assert "index out of bounds" not in str(raised.value)
@@ -50,5 +50,5 @@ def test_other_exceptions_pass_unchanged(error: type[BaseException]) -> None:
         fail()
 
 
-def test_endings_are_no_failures() -> None:
+def test_endings_are_not_subclasses_of_exception() -> None:
     assert not any(issubclass(one, Exception) for one in ENDINGS)

@@ -1,4 +1,4 @@
-"""What holds documents is readable by its owner alone, or by a group where the operator says so."""
+"""Files of documents are readable by their owner only, or by a group that the operator allowed."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o7777
 
 
-def test_what_is_made_is_its_owners_alone(tmp_path: Path) -> None:
+def test_new_files_and_folders_belong_to_the_owner_only(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     make_folder(tmp_path / "a" / "b")
     create_file(tmp_path / "a" / "empty")
@@ -32,9 +32,7 @@ def test_what_is_made_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "folder", "file"), [(0o750, 0o750, 0o640), (0o770, 0o770, 0o660)])
-def test_the_group_gets_the_rights_that_it_has_on_the_folder(
-    tmp_path: Path, given: int, folder: int, file: int
-) -> None:
+def test_new_files_get_the_group_rights_of_their_folder(tmp_path: Path, given: int, folder: int, file: int) -> None:
     tmp_path.chmod(given)
     make_folder(tmp_path / "a" / "b")
     create_file(tmp_path / "a" / "b" / "file")
@@ -45,9 +43,7 @@ def test_the_group_gets_the_rights_that_it_has_on_the_folder(
     assert [mode(tmp_path / name) for name in ("a/foreign", "a/b/file")] == [file, file]
 
 
-def test_a_folder_that_others_may_read_is_closed_once_with_all_that_is_in_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_readable_by_others_is_closed_with_its_content(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, outside = tmp_path / "kb", tmp_path / "outside"
     (folder / "uploads").mkdir(parents=True)
     for path in (outside, folder / "corpus", folder / "uploads" / "file"):
@@ -65,9 +61,7 @@ def test_a_folder_that_others_may_read_is_closed_once_with_all_that_is_in_it(
     assert not caplog.records
 
 
-def test_a_folder_that_is_open_to_its_group_only_stays_as_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folder_open_to_its_group_keeps_its_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o644)
@@ -76,6 +70,6 @@ def test_a_folder_that_is_open_to_its_group_only_stays_as_it_is(
     assert mode(tmp_path) == 0o750 and mode(tmp_path / "file") == 0o644 and not caplog.records
 
 
-def test_a_folder_that_may_not_be_written_stays_as_it_is(tmp_path: Path) -> None:
+def test_missing_folder_is_ignored(tmp_path: Path) -> None:
     close_to_others(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()

@@ -1,4 +1,4 @@
-"""The token cache against the paper's own loop (llmds B.1), which looks at every entry."""
+"""The token cache against the paper's linear search (llmds B.1)."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from stillroom.core.token_cache import EntryUse, Policy, TokenCache, gdsf, lru, 
 
 
 class SlowCache:
-    """llmds B.1 as written: a search over all entries for each eviction."""
+    """llmds B.1 as written: searches all entries for each eviction."""
 
     def __init__(self, budget: int, policy: Policy) -> None:
         self.budget, self.policy, self.accesses = budget, policy, 0
@@ -43,7 +43,9 @@ OPERATIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(1,
 
 
 @given(OPERATIONS, st.integers(0, 25), st.sampled_from([tamm, gdsf, lru]))
-def test_it_does_what_the_slow_loop_does(operations: list[tuple[bool, int, int]], budget: int, policy: Policy) -> None:
+def test_cache_equals_the_papers_linear_search(
+    operations: list[tuple[bool, int, int]], budget: int, policy: Policy
+) -> None:
     fast: TokenCache[int, str] = TokenCache(budget, policy)
     slow = SlowCache(budget, policy)
     for step, (is_put, key, tokens) in enumerate(operations):
@@ -55,15 +57,15 @@ def test_it_does_what_the_slow_loop_does(operations: list[tuple[bool, int, int]]
         assert set(fast) == set(slow.entries)
 
 
-def test_the_papers_rule_keeps_small_recent_entries() -> None:
+def test_tamm_keeps_small_recent_entries() -> None:
     cache: TokenCache[str, int] = TokenCache(100, tamm)
     cache.put("small", 1, 10)
     cache.put("large", 2, 80)
-    assert cache.put("new", 3, 20), "large goes: 2 / 80 < 1 / 10"
+    assert cache.put("new", 3, 20), "evicts large: 2 / 80 < 1 / 10"
     assert set(cache) == {"small", "new"}
 
 
-def test_gdsf_keeps_what_is_asked_for_often_and_lets_it_age() -> None:
+def test_gdsf_keeps_frequent_entries_until_they_age() -> None:
     cache: TokenCache[str, int] = TokenCache(20, gdsf)
     cache.put("often", 1, 10)
     for _ in range(3):
@@ -76,7 +78,7 @@ def test_gdsf_keeps_what_is_asked_for_often_and_lets_it_age() -> None:
     assert "often" not in cache, "the clock has passed it"
 
 
-def test_what_can_never_fit_changes_nothing() -> None:
+def test_entry_above_the_budget_changes_nothing() -> None:
     cache: TokenCache[str, int] = TokenCache(10)
     cache.put("a", 1, 10)
     assert not cache.put("a", 2, 11) and cache.get("a") == 1

@@ -1,14 +1,14 @@
-"""One house, and one process to be killed, for all tests."""
+"""The crash fixture, shared by all tests of the session."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.crash.house import House
+from tests.crash.fixture import CrashFixture
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    found = House(tmp_path_factory.mktemp("house"))
+def crash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashFixture]:
+    found = CrashFixture(tmp_path_factory.mktemp("crash"))
     yield found
     found.close()

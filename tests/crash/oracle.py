@@ -1,4 +1,4 @@
-"""What is in a knowledge base, read from its files without any of the product's code."""
+"""Reads a knowledge base from its files without Stillroom's code."""
 
 import json
 import sqlite3
@@ -14,11 +14,11 @@ import tantivy
 faiss: Any = _faiss
 
 Documents = dict[str, Any]
-"""By document id: everything that SQLite says of it, but when it was added."""
+"""All columns of each document in SQLite except the time of adding, by document id."""
 
 
 def documents(kb: Path) -> Documents:
-    """Read the corpus; nothing where there is none yet."""
+    """Read the corpus; empty if there is none yet."""
     if not (kb / "corpus.sqlite3").exists():
         return {}
     database = sqlite3.connect(kb / "corpus.sqlite3")
@@ -49,7 +49,7 @@ def _documents(database: sqlite3.Connection) -> Documents:
 
 
 def vectors(found: Documents) -> dict[int, bytes]:
-    """The embedding of each chunk."""
+    """Return the embedding of each chunk."""
     return {chunk_id: vector for *_, chunks in found.values() for _, chunk_id, _, _, vector in chunks}
 
 
@@ -57,11 +57,11 @@ def vectors(found: Documents) -> dict[int, bytes]:
 class Dense:
     ids: set[int]
     vectors: dict[int, bytes]
-    """Empty where the index keeps none."""
+    """Empty if the index keeps none."""
 
 
 def dense(kb: Path) -> Dense:
-    """The dense index, whichever kind it is."""
+    """Read the dense index of any kind."""
     if (kb / "qdrant").exists():
         return _collection(kb / "qdrant")
     if (kb / "dense.lists").exists():
@@ -125,7 +125,7 @@ def _collection(folder: Path) -> Dense:
 
 
 def sparse(kb: Path) -> set[int]:
-    """Chunks in the postings."""
+    """Return the chunks in the postings."""
     index = tantivy.Index.open(str(kb / "sparse"))
     searcher = index.searcher()
     hits = searcher.search(tantivy.Query.all_query(), max(1, searcher.num_docs)).hits
@@ -135,7 +135,7 @@ def sparse(kb: Path) -> set[int]:
 
 
 def check_projections(kb: Path) -> None:
-    """Vectors and postings show what SQLite shows, no more and no less."""
+    """Check that vectors and postings hold exactly the chunks of SQLite."""
     truth = vectors(documents(kb))
     if not truth and not (kb / "sparse").exists():
         return  # nothing was ever added, so there is nothing to show

@@ -1,7 +1,7 @@
-"""Killed at any moment, or out of disk: documents are there or not, what was acknowledged stays, a repeat completes it.
+"""Kills and full disks at any moment: documents stay whole, acknowledged ones stay, and a repeat completes the work.
 
-The moments are operations on files, counted in SQLite, tantivy and Python alike (`faults.c`); and random times. What
-holds afterwards is checked by `House.strike`, against the files themselves.
+Moments are file operations, counted in SQLite, tantivy and Python (`faults.c`), and random times.
+`CrashFixture.run_disturbed` checks the files afterwards.
 """
 
 import contextlib
@@ -16,68 +16,68 @@ from pathlib import Path
 import pytest
 
 from tests.crash import oracle
-from tests.crash.house import SCENES, House, Scene, last, spread, write_docs
+from tests.crash.fixture import CASES, CrashCase, CrashFixture, last, spread, write_docs
 
 KINDS = ("flat", "hnsw", "ivf_pq", "tiered", "qdrant")
 SEED = 20261122
 
 
 @pytest.fixture
-def faulty(house: House) -> House:
-    if house.faults is None:
+def faulty(crash: CrashFixture) -> CrashFixture:
+    if crash.faults is None:
         pytest.skip("needs a C compiler and Linux, to count operations on files")
-    return house
+    return crash
 
 
-def kill_everywhere(house: House, kind: str, num_kills: int, num_faults: int, rng: random.Random) -> int:
-    """In every scene of one kind: so many kills, and so many full or failing disks. Returns how many kills struck."""
+def kill_everywhere(crash: CrashFixture, kind: str, num_kills: int, num_faults: int, rng: random.Random) -> int:
+    """Run every case of one kind with kills and full or failing disks; return how many kills hit the job."""
     num_struck = 0
-    for number_of_scene, scene in enumerate(house.scenes(kind)):
-        for at in spread(num_kills, scene.num_operations, rng):
-            num_struck += house.strike(scene, {"fault": ["kill", at]})["signal"] == 9
-        for number, at in enumerate(spread(num_faults, scene.num_operations, rng), number_of_scene):
-            ended = house.strike(scene, {"fault": [("full", "failing")[number % 2], at]})
+    for case_number, case in enumerate(crash.cases(kind)):
+        for at in spread(num_kills, case.num_operations, rng):
+            num_struck += crash.run_disturbed(case, {"fault": ["kill", at]})["signal"] == 9
+        for number, at in enumerate(spread(num_faults, case.num_operations, rng), case_number):
+            ended = crash.run_disturbed(case, {"fault": [("full", "failing")[number % 2], at]})
             assert last(ended, "done") or last(ended, "message")
     return num_struck
 
 
-def test_a_dozen_kills_and_some_full_disks(faulty: House) -> None:
-    assert kill_everywhere(faulty, "flat", 2, 1, random.Random(SEED)) >= 11, "threads may do some operations less"
+def test_kills_and_full_disks_leave_whole_documents(faulty: CrashFixture) -> None:
+    assert kill_everywhere(faulty, "flat", 2, 1, random.Random(SEED)) >= 11, "threads vary the number of operations"
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_a_kill_while_an_index_of_each_kind_is_brought_up_to_date(faulty: House, kind: str) -> None:
-    (scene,) = faulty.scenes(kind, ("update",))
-    middle = scene.num_operations // 2
-    assert faulty.strike(scene, {"fault": ["kill", middle]})["signal"] == 9
+def test_kill_during_an_index_update_of_each_kind(faulty: CrashFixture, kind: str) -> None:
+    (case,) = faulty.cases(kind, ("update",))
+    middle = case.num_operations // 2
+    assert faulty.run_disturbed(case, {"fault": ["kill", middle]})["signal"] == 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_kills_at_every_part_of_the_work_and_disks_that_fail(faulty: House, kind: str) -> None:
-    """In all 210 kills and 90 disks."""
+def test_kills_and_failing_disks_at_every_part_of_the_work(faulty: CrashFixture, kind: str) -> None:
+    """210 kills and 90 disks over all kinds."""
     num_struck = kill_everywhere(faulty, kind, 7, 3, random.Random(f"{SEED} {kind}"))
-    assert num_struck >= 7 * len(SCENES) - 4, "threads may do some operations more, or less"
+    assert num_struck >= 7 * len(CASES) - 4, "threads vary the number of operations"
 
 
 @pytest.mark.parametrize(
     ("kind", "num_kills"), [("flat", 1), *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in KINDS)]
 )
-def test_kills_at_random_times(house: House, kind: str, num_kills: int) -> None:
+def test_kills_at_random_times(crash: CrashFixture, kind: str, num_kills: int) -> None:
     rng = random.Random(f"{SEED} {kind} times")
-    for scene in house.scenes(kind):
+    for case in crash.cases(kind):
         for _ in range(num_kills):
-            house.strike(scene, {"kill_after_s": rng.random() * 1.2 * scene.seconds})
+            crash.run_disturbed(case, {"kill_after_s": rng.random() * 1.2 * case.seconds})
 
 
-def first_scene(house: House, name: str) -> Scene:
-    return next(house.scenes("flat", (name,)))
+def first_case(crash: CrashFixture, name: str) -> CrashCase:
+    return next(crash.cases("flat", (name,)))
 
 
 @pytest.mark.parametrize("max_file_bytes", [30_000, 80_000])
-def test_files_that_cannot_grow_further(house: House, max_file_bytes: int) -> None:
-    scene = first_scene(house, "add")
-    ended = house.strike(scene, {"max_file_bytes": max_file_bytes})
+def test_file_size_limit_ends_with_a_storage_error(crash: CrashFixture, max_file_bytes: int) -> None:
+    case = first_case(crash, "add")
+    ended = crash.run_disturbed(case, {"max_file_bytes": max_file_bytes})
     assert last(ended, "error") == "StorageError"
     assert "the same command again" in last(ended, "message")
 
@@ -85,8 +85,8 @@ def test_files_that_cannot_grow_further(house: House, max_file_bytes: int) -> No
 @pytest.mark.parametrize(
     "kilobytes", [150, *(pytest.param(size, marks=pytest.mark.slow) for size in (40, 300, 450, 700))]
 )
-def test_a_disk_that_is_really_full(house: House, tmp_path: Path, kilobytes: int) -> None:
-    scene = first_scene(house, "add")
+def test_full_disk_leaves_whole_documents(crash: CrashFixture, tmp_path: Path, kilobytes: int) -> None:
+    case = first_case(crash, "add")
     disk = tmp_path / "disk"
     disk.mkdir()
     options = f"size={kilobytes}k"
@@ -94,18 +94,16 @@ def test_a_disk_that_is_really_full(house: House, tmp_path: Path, kilobytes: int
         pytest.skip("may not mount a small disk")
     try:
         kb = disk / "kb"
-        ended = house.worker.run("add", kb=str(kb), kind="flat", **scene.settings)
+        ended = crash.worker.run("add", kb=str(kb), kind="flat", **case.settings)
         assert last(ended, "error") in ("StorageError", "KnowledgeBaseError"), ended["said"]
-        house.check_after(
-            scene, kb, ended, lambda: subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True)
-        )
+        crash.check_after(case, kb, ended, lambda: subprocess.run(["mount", "-o", "remount,size=9m", disk], check=True))
     finally:
         # at once from our view; for good when the last process of the worker is gone
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 @pytest.mark.slow
-def test_the_command_itself_killed_with_the_real_embedder(tmp_path: Path) -> None:
+def test_killed_add_command_with_the_real_embedder_resumes(tmp_path: Path) -> None:
     docs, rng = tmp_path / "docs", random.Random(SEED)
     write_docs(docs, 1)
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))

@@ -1,4 +1,4 @@
-"""One writes and many read, in processes of their own: nobody sees half of anything, everybody sees the last commit."""
+"""One writer and many readers in separate processes: readers see whole documents and the last commit."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from stillroom.core.clock import SystemClock
 from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.store.folder import WriteLock
 from tests.crash import oracle
-from tests.crash.house import House, Worker, check_done, last, word, write_docs
+from tests.crash.fixture import CrashFixture, Worker, check_done, last, word, write_docs
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
 
@@ -36,23 +36,23 @@ def readers() -> Iterator[list[Worker]]:
 @pytest.mark.parametrize(
     "kind", ["flat", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hnsw", "ivf_pq", "tiered"))]
 )
-def test_readers_see_whole_documents_while_another_writes(
-    house: House, readers: list[Worker], tmp_path: Path, kind: str
+def test_readers_see_whole_documents_during_writes(
+    crash: CrashFixture, readers: list[Worker], tmp_path: Path, kind: str
 ) -> None:
-    kb, done, docs = tmp_path / "kb", tmp_path / "done", house.docs
+    kb, done, docs = tmp_path / "kb", tmp_path / "done", crash.docs
     write_docs(docs, 1)
     write = {"kb": str(kb), "kind": kind}
-    check_done(house.worker.run("add", docs=str(docs), **write))
+    check_done(crash.worker.run("add", docs=str(docs), **write))
     states = [oracle.documents(kb)]
     edited, gone, same = (word(6, 1), word(6, 2)), word(4, 1), word(1, 1)
     for reader in readers:
         reader.start("watch", kb=str(kb), kind=kind, queries=[same, *edited, gone], until=str(done))
     for version, target in ((2, "old"), (1, "records"), (2, "")):
         write_docs(docs, version)
-        check_done(house.worker.run("add", docs=str(docs), **write))
+        check_done(crash.worker.run("add", docs=str(docs), **write))
         states.append(oracle.documents(kb))
         if target:
-            check_done(house.worker.run("remove", target=str(docs / target), **write))
+            check_done(crash.worker.run("remove", target=str(docs / target), **write))
             states.append(oracle.documents(kb))
     done.touch()
     texts = {(name, row[2]) for state in states for name, (*_, chunks) in state.items() for row in chunks}
@@ -66,41 +66,43 @@ def test_readers_see_whole_documents_while_another_writes(
             results = [tuple(result) for result in one["found"]]
             assert set(results) <= texts and len(results) == len(set(results)), one
             if one["query"] == same and one["mode"] == "sparse":
-                assert any(same in text for _, text in results), "it was there all the time"
+                assert any(same in text for _, text in results), "it never changed"
             if one["is_last"]:
                 assert set(results) <= final
         shown = {one["query"]: str(one["found"]) for one in said[-4:]}
-        assert edited[1] in shown[edited[1]] and edited[0] in shown[edited[0]], "parts 0, 2 and 3 are as they were"
+        assert edited[1] in shown[edited[1]] and edited[0] in shown[edited[0]], "parts 0, 2 and 3 are unchanged"
         assert gone in shown[gone] and same in shown[same]
 
 
-def test_a_second_process_is_told_who_writes(house: House, tmp_path: Path) -> None:
-    write_docs(house.docs, 1)
-    job: dict[str, Any] = {"kb": str(tmp_path / "kb"), "kind": "flat", "docs": str(house.docs)}
-    check_done(house.worker.run("add", **job))
-    write_docs(house.docs, 2)
+def test_second_writer_is_told_which_process_writes(crash: CrashFixture, tmp_path: Path) -> None:
+    write_docs(crash.docs, 1)
+    job: dict[str, Any] = {"kb": str(tmp_path / "kb"), "kind": "flat", "docs": str(crash.docs)}
+    check_done(crash.worker.run("add", **job))
+    write_docs(crash.docs, 2)
     with WriteLock(tmp_path / "kb", SystemClock()).held("add"):
-        refused = house.worker.run("add", **job)
-        check_done(house.worker.run("search", **job, queries=[word(1, 1)]))
+        refused = crash.worker.run("add", **job)
+        check_done(crash.worker.run("search", **job, queries=[word(1, 1)]))
     assert last(refused, "error") == "KnowledgeBaseBusyError"
     assert re.search(rf"process {os.getpid()} on \S+ \(add, since [\d:]+\)", last(refused, "message"))
-    check_done(house.worker.run("add", **job))
+    check_done(crash.worker.run("add", **job))
 
 
-def test_two_that_make_the_same_knowledge_base_make_one(house: House, readers: list[Worker], tmp_path: Path) -> None:
-    write_docs(house.docs, 1)
-    job: dict[str, Any] = {"kb": str(tmp_path / "kb"), "kind": "flat", "docs": str(house.docs)}
+def test_two_processes_creating_one_knowledge_base_create_it_once(
+    crash: CrashFixture, readers: list[Worker], tmp_path: Path
+) -> None:
+    write_docs(crash.docs, 1)
+    job: dict[str, Any] = {"kb": str(tmp_path / "kb"), "kind": "flat", "docs": str(crash.docs)}
     for one in readers:
         one.start("add", **job)
     ended = [one.finish() for one in readers]
     errors = [last(one, "error") for one in ended]
     assert errors.count(None) >= 1 and set(errors) <= {None, "KnowledgeBaseBusyError"}
-    check_done(house.worker.run("add", **job))
+    check_done(crash.worker.run("add", **job))
     assert len(oracle.documents(tmp_path / "kb")) == 36
     oracle.check_projections(tmp_path / "kb")
 
 
-def test_a_running_server_sees_what_the_command_line_adds_and_removes_beside_it(tmp_path: Path) -> None:
+def test_running_server_sees_changes_of_the_command_line(tmp_path: Path) -> None:
     docs, kb = write_knowledge(tmp_path / "docs"), tmp_path / "kb"
 
     def run(*args: object) -> None:
@@ -123,7 +125,7 @@ def test_a_running_server_sees_what_the_command_line_adds_and_removes_beside_it(
 
 
 @pytest.mark.slow
-def test_a_server_sees_what_the_command_line_adds_and_removes(tmp_path: Path) -> None:
+def test_server_process_sees_changes_of_command_processes(tmp_path: Path) -> None:
     docs, kb = write_knowledge(tmp_path / "docs"), tmp_path / "kb"
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
 

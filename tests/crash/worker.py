@@ -1,8 +1,7 @@
-"""A warm process that runs each job in a fork of itself, so that killing one in the middle costs milliseconds.
+"""A warm process that runs each job in a fork, so that killing one costs milliseconds.
 
-Jobs come as JSON lines on stdin. What a job says, and how it ended, goes back as JSON lines on stdout. Nothing here
-starts a thread before it forks. Needs `faults.c` preloaded where a job is to die or fail at its n-th operation on
-files.
+Jobs arrive as JSON lines on stdin; reports and results leave as JSON lines on stdout. Nothing starts a thread before
+the fork. A job that must end or fail at its n-th file operation needs `faults.c` preloaded.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 D = 16
 MODES = {"count": 1, "kill": 2, "full": 3, "failing": 4}
 IVF_PQ = IndexConfig(kind="ivf_pq", nbits=1, num_subquantizers=4, nprobe=2, refine=3, seed=3, nlist=8)
-"""Trains on 78 vectors."""
+"""Needs 78 vectors to train."""
 INDEXES = {
     "flat": IndexConfig(),
     "hnsw": IndexConfig(kind="hnsw", m=8, ef_construction=20),
@@ -47,7 +46,7 @@ Say = Callable[..., None]
 
 
 class SmallEmbedder(Embedder):
-    """The real tokenizer, and a vector of a text made of its words: the same in every process."""
+    """The real tokenizer, with deterministic vectors made from the words of a text."""
 
     dimension = D
     fingerprint = "small"
@@ -84,7 +83,7 @@ def opened(job: dict[str, Any], *, create: bool = False) -> KnowledgeBase:
 
 
 def add(job: dict[str, Any], say: Say) -> None:
-    """Says after each commit how many files are done, and in the end all."""
+    """Report the number of finished files after each commit, and the result at the end."""
     with opened(job, create=True) as kb:
         report = kb.add([Path(job["docs"])], progress=lambda done: say(num_files=done.num_files_done))
         say(done=True, failures=report.failures, added=report.num_added, unchanged=report.num_unchanged)
@@ -105,7 +104,7 @@ def search(job: dict[str, Any], say: Say) -> None:
 
 
 def watch(job: dict[str, Any], say: Say) -> None:
-    """Search again and again with one opened knowledge base, until a file is there."""
+    """Search repeatedly with one open knowledge base, until a file exists."""
     with opened(job) as kb:
         rounds = 0
         while not (is_last := Path(job["until"]).exists()) or rounds == 0:
@@ -135,7 +134,7 @@ JOBS = {"repair": repair, "add": add, "remove": remove, "search": search, "watch
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one job in a fork; with `kill_after_s`, end it then."""
+    """Run one job in a fork; kill it after `kill_after_s`, if given."""
     if job["kind"] == "qdrant":
         import qdrant_client  # noqa: F401
 
@@ -213,7 +212,7 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    """What jobs would import for themselves."""
+    """Import modules that jobs would import."""
     from stillroom.retrieval.loaders import jsonl, markdown, text  # noqa: F401
 
 

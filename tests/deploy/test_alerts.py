@@ -1,4 +1,4 @@
-"""The alarms against series as a server exports them: Prometheus' own tool says which of them fire, and when."""
+"""The alerts against a server's series: promtool tells which alerts fire, and when."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="promto
 
 
 def firing(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> bool:
-    """Whether the alarm fires then. Series in promtool's notation, a value each minute; `_` is none."""
+    """Whether the alert fires at this time. Series in promtool's notation, one value per minute; `_` is no value."""
 
     def passes(labels: list[dict[str, dict[str, str]]]) -> subprocess.CompletedProcess[str]:
         test = {
@@ -32,7 +32,7 @@ def firing(tmp_path: Path, series: dict[str, str], at: str, alert: str) -> bool:
     return silent.returncode != 0
 
 
-def test_damage_found_by_a_start_fires_for_an_hour(tmp_path: Path) -> None:
+def test_damage_found_at_start_fires_for_an_hour(tmp_path: Path) -> None:
     found = {VERIFY: "_x5 385x200"}
     assert firing(tmp_path, found, "10m", "StillroomDamagedRecords")
     assert not firing(tmp_path, found, "90m", "StillroomDamagedRecords")
@@ -44,12 +44,12 @@ def test_damage_found_by_a_restart_fires(tmp_path: Path, minutes_down: int) -> N
     assert firing(tmp_path, found, f"{100 + minutes_down + 5}m", "StillroomDamagedRecords")
 
 
-def test_damage_found_later_fires_and_a_little_does_not(tmp_path: Path) -> None:
+def test_damage_found_later_fires_above_a_threshold(tmp_path: Path) -> None:
     assert firing(tmp_path, {VERIFY: "0x90 20x20"}, "95m", "StillroomDamagedRecords")
     assert not firing(tmp_path, {VERIFY: "0x90 2x20"}, "95m", "StillroomDamagedRecords")
 
 
-def test_a_first_burst_of_internal_errors_fires_and_passes(tmp_path: Path) -> None:
+def test_first_burst_of_internal_errors_fires_and_resolves(tmp_path: Path) -> None:
     for name in (CHATS % 500, 'stillroom_requests_total{outcome="failed"}'):
         burst = {name: "0x10 6x60"}
         assert not firing(tmp_path, burst, "9m", "StillroomFails")
@@ -57,14 +57,14 @@ def test_a_first_burst_of_internal_errors_fires_and_passes(tmp_path: Path) -> No
         assert not firing(tmp_path, burst, "30m", "StillroomFails")
 
 
-def test_a_lost_device_fires_and_passes(tmp_path: Path) -> None:
+def test_lost_device_fires_and_resolves(tmp_path: Path) -> None:
     losses = {"stillroom_device_losses_total": "0x10 1x60"}
     assert not firing(tmp_path, losses, "9m", "StillroomDeviceLost")
     assert firing(tmp_path, losses, "12m", "StillroomDeviceLost")
     assert not firing(tmp_path, losses, "30m", "StillroomDeviceLost")
 
 
-def test_a_server_whose_requests_all_run_out_of_time_fires(tmp_path: Path) -> None:
+def test_server_whose_requests_all_time_out_fires(tmp_path: Path) -> None:
     probes = {'stillroom_http_requests_total{path="/metrics",status="200"}': "0+6x60"}
     assert firing(tmp_path, probes | {CHATS % 504: "0+1x60"}, "30m", "StillroomTooLate")
     assert not firing(tmp_path, probes | {CHATS % 504: "0x60", CHATS % 200: "0+1x60"}, "30m", "StillroomTooLate")

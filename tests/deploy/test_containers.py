@@ -1,4 +1,4 @@
-"""The image's recipe and the compose file, as far as text can be checked where nothing runs them."""
+"""Checks the Dockerfile and the compose file as text, without running them."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def compose() -> dict[str, Any]:
 
 
 def instructions(stage: int = -1) -> list[tuple[str, str]]:
-    """Of the image's last stage, or another one."""
+    """Return the instructions of a stage of the image, by default the last."""
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
     lines = [line.partition(" ") for line in text.splitlines() if line and not line.startswith("#")]
     stages: list[list[tuple[str, str]]] = []
@@ -38,20 +38,20 @@ def instructions(stage: int = -1) -> list[tuple[str, str]]:
     return stages[stage]
 
 
-def test_compose_follows_its_specification() -> None:
+def test_compose_file_follows_its_specification() -> None:
     command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(DEPLOY / "compose.yaml")]
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_only_this_machine_reaches_what_compose_starts() -> None:
+def test_composed_services_are_reachable_from_this_machine_only() -> None:
     for name, service in compose()["services"].items():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
         assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"], name
         assert not service.get("privileged") and service.get("network_mode") != "host", name
 
 
-def test_images_are_of_a_fixed_version_and_files_that_are_mounted_exist() -> None:
+def test_images_are_pinned_and_mounted_files_exist() -> None:
     services = compose()["services"]
     for service in services.values():
         assert re.fullmatch(r"stillroom:local|[\w./-]+:v?\d+\.\d+\.\d+", service["image"])
@@ -61,7 +61,7 @@ def test_images_are_of_a_fixed_version_and_files_that_are_mounted_exist() -> Non
     assert (DEPLOY / services["stillroom"]["build"]["context"] / "Dockerfile").is_file()
 
 
-def test_prometheus_asks_and_grafana_shows_the_services_that_there_are() -> None:
+def test_prometheus_and_grafana_name_existing_services() -> None:
     services = compose()["services"]
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     (job,) = scraped["scrape_configs"]
@@ -75,7 +75,7 @@ def test_prometheus_asks_and_grafana_shows_the_services_that_there_are() -> None
     assert provider["options"]["path"] in mounts
 
 
-def test_the_image_runs_as_nobody_special_and_tells_whether_it_lives() -> None:
+def test_image_runs_unprivileged_with_a_health_check() -> None:
     final = instructions()
     names = [name for name, _ in final]
     assert names.index("USER") < names.index("ENTRYPOINT")
@@ -93,7 +93,7 @@ def image_environment() -> dict[str, str]:
     return {key: value for key, value in pairs if key.startswith("STILLROOM_")}
 
 
-def test_the_image_by_itself_asks_for_keys() -> None:
+def test_image_alone_refuses_to_start_without_keys() -> None:
     config = load_config(env=image_environment())
 
     assert config.server.host == "0.0.0.0"
@@ -101,7 +101,7 @@ def test_the_image_by_itself_asks_for_keys() -> None:
         check_access(config.server)
 
 
-def test_compose_starts_what_the_image_does_not_refuse() -> None:
+def test_compose_configuration_starts_without_keys() -> None:
     own = compose()["services"]["stillroom"]["environment"]
     given = {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for key, value in own.items()}
     config = load_config(env=image_environment() | given)
@@ -112,14 +112,14 @@ def test_compose_starts_what_the_image_does_not_refuse() -> None:
     assert names is not None and {"localhost", "127.0.0.1", "stillroom"} <= names  # nor pages of other names
 
 
-def test_what_is_copied_into_the_image_is_not_ignored() -> None:
+def test_files_copied_into_the_image_are_not_ignored() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = [rest.split()[:-1] for name, rest in instructions(0) if name == "COPY"]
     for source in (one for sources in copied for one in sources):
         assert source.removeprefix("./") in kept and (ROOT / source).exists()
 
 
-def test_torch_is_installed_in_the_range_that_the_package_allows() -> None:
+def test_image_installs_torch_in_the_allowed_range() -> None:
     allowed = re.search(r'"(torch[^"]*)"', (ROOT / "pyproject.toml").read_text())
     assert allowed is not None
     assert any(f"'{allowed[1]}'" in rest for name, rest in instructions(0) if name == "RUN")
@@ -131,7 +131,7 @@ def test_hadolint_has_no_complaint() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_backup_of_operations_md_works_every_night(tmp_path: Path) -> None:
+def test_backup_of_the_operations_page_works_repeatedly(tmp_path: Path) -> None:
     page = (ROOT / "docs/operations.md").read_text()
     script = re.search(r"exec -T stillroom sh -e <<'EOF'\n(.*?)EOF\n", page, re.DOTALL)
     assert script is not None

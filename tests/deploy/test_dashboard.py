@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the alarms: Grafana's own types take it, and queries are about metrics that exist."""
+"""The Grafana dashboard is valid, and the queries of dashboard and alerts name existing metrics."""
 
 import json
 import re
@@ -24,7 +24,7 @@ LABELS = {
         [f"{spec.name}_{part}" for part in ("bucket", "sum", "count")] if spec.kind == "histogram" else [spec.name]
     )
 } | {"up": {"job"}}
-"""By series, the labels that it has."""
+"""Labels of each series."""
 
 
 def panels() -> list[dict[str, Any]]:
@@ -45,17 +45,17 @@ def queries() -> Iterator[str]:
 
 
 def selectors(query: str) -> list[tuple[str, set[str]]]:
-    """Series and the labels that they are chosen by."""
+    """Return the series of a query, with the labels that select them."""
     found = re.findall(r"\b((?:stillroom_\w+)|up)\b(?:\{([^}]*)\})?", query)
     return [(name, set(re.findall(r"(\w+)\s*[=!]~?", chosen))) for name, chosen in found]
 
 
-def test_there_are_queries_of_all_three() -> None:
+def test_queries_of_dashboard_alerts_and_page_are_collected() -> None:
     assert len(list(queries())) > 35
 
 
 @pytest.mark.parametrize("query", sorted(set(queries())))
-def test_a_query_is_valid_and_about_series_and_labels_that_exist(query: str) -> None:
+def test_query_is_valid_and_names_existing_series_and_labels(query: str) -> None:
     promql_parser.parse(query)  # raises
 
     found = selectors(query)
@@ -68,7 +68,7 @@ def test_a_query_is_valid_and_about_series_and_labels_that_exist(query: str) -> 
         assert {label.strip() for label in grouped.split(",")} <= known, grouped
 
 
-def test_grafana_s_types_take_the_dashboard() -> None:
+def test_dashboard_is_valid_for_grafana() -> None:
     raw = json.loads(DASHBOARD.read_text())
     dashboard = Dashboard.from_json(raw)
 
@@ -78,7 +78,7 @@ def test_grafana_s_types_take_the_dashboard() -> None:
     assert all(isinstance(panel, Panel) or panel.type_val == "row" for panel in dashboard.panels or ())
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_distinct_ids_and_do_not_overlap() -> None:
     ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
     cells: set[tuple[int, int]] = set()
@@ -89,7 +89,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         cells |= own
 
 
-def test_every_panel_asks_the_source_that_was_chosen_and_is_explained() -> None:
+def test_every_panel_uses_the_chosen_source_and_has_a_description() -> None:
     for panel in panels():
         if panel["type"] == "row":
             continue

@@ -1,4 +1,4 @@
-"""The unit for systemd: the file and the page that explains it say the same."""
+"""The systemd unit equals the one on the operations page."""
 
 import configparser
 from pathlib import Path
@@ -7,11 +7,11 @@ ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "deploy" / "stillroom.service"
 
 
-def test_the_page_shows_the_unit_that_is_shipped() -> None:
+def test_operations_page_shows_the_shipped_unit() -> None:
     assert f"```ini\n{UNIT.read_text()}```" in (ROOT / "docs" / "operations.md").read_text()
 
 
-def test_what_the_service_makes_is_its_users_alone() -> None:
+def test_files_of_the_service_belong_to_its_user_only() -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(UNIT)

@@ -1,5 +1,4 @@
-"""What `make demo` promises: the sample corpus is indexed, and the bundled model answers its questions with the right
-source."""
+"""`make demo`: the sample corpus is indexed, and the bundled reader answers its questions with the right source."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
         yield stillroom
 
 
-def test_the_demo_questions_are_answered_with_their_source(stillroom: Stillroom) -> None:
+def test_demo_questions_are_answered_with_their_source(stillroom: Stillroom) -> None:
     questions = (ROOT / "examples" / "demo_questions.txt").read_text().splitlines()
     assert len(questions) == len(ANSWERS)
     for question, expected in zip(questions, ANSWERS, strict=True):
@@ -30,10 +29,10 @@ def test_the_demo_questions_are_answered_with_their_source(stillroom: Stillroom)
         assert answer.text == expected
         assert any(expected in source.text for source in answer.sources)
         assert answer.sources[0].document.endswith(".md") and answer.sources[0].start_line > 0
-        check_books(answer)
+        check_accounting(answer)
 
 
-def check_books(answer: Answer) -> None:
+def check_accounting(answer: Answer) -> None:
     timing = answer.timing
     assert 0 < timing.retrieval_seconds < timing.ttft_seconds <= timing.total_seconds
     assert [source.position for source in answer.sources] == list(range(1, len(answer.sources) + 1))
@@ -42,9 +41,9 @@ def check_books(answer: Answer) -> None:
     assert answer.finish_reason == "stop"
 
 
-def test_the_honest_question_set_is_mostly_right(stillroom: Stillroom) -> None:
+def test_bundled_reader_answers_nine_of_ten_questions(stillroom: Stillroom) -> None:
     rows = [json.loads(line) for line in (ROOT / "examples" / "questions.jsonl").read_text().splitlines()]
-    streams = [(row, stillroom.stream(row["question"])) for row in rows]  # all at once: they share steps
+    streams = [(row, stillroom.stream(row["question"])) for row in rows]  # all at once, so that they share steps
     right = 0
     for row, stream in streams:
         right += "".join(stream) == row["answer"]
@@ -52,7 +51,7 @@ def test_the_honest_question_set_is_mostly_right(stillroom: Stillroom) -> None:
     assert stillroom.num_free_blocks == stillroom.num_blocks
 
 
-def test_streaming_gives_the_same_answer_in_pieces(stillroom: Stillroom) -> None:
+def test_stream_gives_the_same_answer_in_pieces(stillroom: Stillroom) -> None:
     stream = stillroom.stream("Who is the director of Tasker Press?")
     assert len(stream.sources) == 5, "sources are known before the first piece"
     with pytest.raises(UsageError, match="not complete"):
@@ -68,7 +67,7 @@ def test_cancelling_frees_the_blocks(stillroom: Stillroom) -> None:
     assert stillroom.num_free_blocks == stillroom.num_blocks
 
 
-def test_options_are_honoured_and_checked(stillroom: Stillroom) -> None:
+def test_options_are_applied_and_checked(stillroom: Stillroom) -> None:
     question = "Where is Baxer Mills based?"
     short = stillroom.ask(question, AskOptions(top_k=2, max_tokens=1, mode="sparse"))
     assert len(short.sources) == 2 and len(short.token_ids) == 1 and short.finish_reason in ("length", "stop")
@@ -85,6 +84,6 @@ def test_options_are_honoured_and_checked(stillroom: Stillroom) -> None:
         stillroom.ask(question, AskOptions(max_tokens=2048))
 
 
-def test_an_empty_knowledge_base_says_so(tmp_path: Path) -> None:
+def test_question_to_an_empty_knowledge_base_is_refused(tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as empty, pytest.raises(EmptyKnowledgeBaseError, match="stillroom add"):
         empty.ask("Where?")

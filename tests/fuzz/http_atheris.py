@@ -1,11 +1,11 @@
-"""The HTTP layer under atheris, which mutates towards code that was not reached yet. Not a part of `make test`.
+"""Fuzzes the HTTP layer with atheris. Not part of `make test`.
 
     pip install atheris                 # for the Python versions it has
     python -m tests.fuzz.http_atheris FOLDER -max_total_time=300
 
-The first byte of an input chooses the route, the rest is its body; of documents, the second chooses a name. Whatever
-arrives, the answer must be one that is documented: no 5xx, and an error of OpenAI's shape. An input that finds another
-is written to the working folder as `crash-...`; make an example of it in tests/server/test_fuzz.py.
+The first byte of an input chooses the route, the rest is its body or the name in its path. Every answer must be a
+documented one: no 5xx, and errors of OpenAI's shape. An input with another answer is written to the working folder as
+`crash-...`; add it as an example to tests/server/test_fuzz.py.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 async def _check(app: Any, route: str, body: bytes) -> None:
-    """Raises AssertionError for an answer that is none."""
+    """Raise AssertionError if the answer is not a documented one."""
     if "{name}" in route:
         method, body, name = ("DELETE" if "documents" in route else "GET"), b"", body
         raw_path = route.replace("{name}", quote_from_bytes(name, safe=b"%")).encode()

@@ -1,12 +1,11 @@
-"""Loaders under atheris, which mutates towards code that was not reached yet. Not a part of `make test`.
+"""Fuzzes document loaders with atheris. Not part of `make test`.
 
     pip install atheris                 # for the Python versions it has
     python -m tests.fuzz.loaders_atheris pdf CORPUS_FOLDER -max_total_time=300
 
-The first argument is a format (pdf, docx, pptx, xlsx, epub, html, md, rst, ipynb, csv, py, rs, txt); the rest is
-libFuzzer's. The folder is filled with a small valid file first. A file that makes a loader do anything but give a
-document or a DocumentError is written to the working folder as `crash-...`; make a test of it in
-tests/retrieval/loaders/test_fuzz.py.
+The first argument is a format (pdf, docx, pptx, xlsx, epub, html, md, rst, ipynb, csv, py, rs, txt); the others are
+libFuzzer's. The folder first gets a small valid file. A file for which a loader neither returns a document nor raises
+DocumentError is written to the working folder as `crash-...`; add it to tests/retrieval/loaders/test_fuzz.py.
 """
 
 import sys
@@ -20,7 +19,7 @@ _PARTS = {
     "xlsx": "xl/worksheets/sheet1.xml",
     "epub": "OEBPS/a.xhtml",
 }
-"""Of archives this part is fuzzed: a change of the archive itself is nearly always its end."""
+"""The fuzzed part of an archive; a mutated archive is nearly always unreadable."""
 
 
 def main() -> None:

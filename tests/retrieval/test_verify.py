@@ -19,7 +19,7 @@ from stillroom.retrieval import ingest, knowledge_base
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.cli.harness import Run, runner
 from tests.crash import oracle
-from tests.crash.house import NUM_FILES, write_docs
+from tests.crash.fixture import NUM_FILES, write_docs
 from tests.crash.worker import INDEXES, SmallEmbedder, config
 
 faiss: Any = _faiss

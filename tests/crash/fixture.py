@@ -1,4 +1,4 @@
-"""Documents in two versions, the worker that is killed, and what every kill has to leave behind."""
+"""Crash tests: documents in two versions, a worker to kill, and the checks after each kill."""
 
 import json
 import os
@@ -17,16 +17,16 @@ from tests.retrieval.test_migration import make_old
 
 HERE = Path(__file__).parent
 NUM_FILES = 30
-SCENES = ("add", "remove", "rebuild", "migrate", "repair", "update")
+CASES = ("add", "remove", "rebuild", "migrate", "repair", "update")
 
 Said = dict[str, Any]
 
 _OF_READERS = (".scratch-", ".list_heat.", ".managed.json", ".tantivy-", ".lock")
-"""Hidden files that stay, for an hour or for good."""
+"""Hidden files that may stay after a crash."""
 
 
 def build_faults(folder: Path) -> Path | None:
-    """The library of `faults.c`; None where there is no C compiler."""
+    """Build the library of `faults.c`; None without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or not sys.platform.startswith("linux"):
         return None
@@ -36,7 +36,7 @@ def build_faults(folder: Path) -> Path | None:
 
 
 class Worker:
-    """The process of `worker.py`."""
+    """A process that runs `worker.py`."""
 
     def __init__(self, faults: Path | None) -> None:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
@@ -49,13 +49,13 @@ class Worker:
         )
 
     def start(self, job: str, **settings: Any) -> None:
-        """Begin a job and do not wait for it."""
+        """Start a job without waiting for it."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"job": job, **settings}) + "\n")
         self._process.stdin.flush()
 
     def finish(self) -> Said:
-        """How the job ended that was started last."""
+        """Wait for the job, and return how it ended."""
         assert self._process.stdout
         line = self._process.stdout.readline()
         assert line, "the worker has ended"
@@ -71,7 +71,7 @@ class Worker:
 
 
 def last(ended: Said, name: str, default: Any = None) -> Any:
-    """What a job said last under a name."""
+    """Return the last value that a job reported under a name."""
     return next((one[name] for one in reversed(ended["said"]) if name in one), default)
 
 
@@ -81,7 +81,7 @@ def check_done(ended: Said) -> None:
 
 
 def word(number: int, version: int) -> str:
-    """One that only this file says, in this version."""
+    """Return a word that occurs only in this file and version."""
     return f"zq{'abcdefghij'[number // 10]}{'abcdefghij'[number % 10]}{'klmnopqrst'[version]}x"
 
 
@@ -114,15 +114,15 @@ def write_docs(folder: Path, version: int) -> None:
 
 
 @dataclass
-class Scene:
-    """One command on one knowledge base, and what may be there before and after it."""
+class CrashCase:
+    """A command on a knowledge base, with the documents before and after it."""
 
     name: str
     kind: str
     job: str
     settings: dict[str, Any]
     template: Path | None
-    """The knowledge base before; None: there is none."""
+    """The knowledge base before the command; None if it is created."""
     before: oracle.Documents
     after: oracle.Documents
     files: list[str]
@@ -131,8 +131,8 @@ class Scene:
     seconds: float = 0.0
 
 
-class House:
-    """Everything a crash test needs, in one folder."""
+class CrashFixture:
+    """Worker, documents and knowledge bases of crash tests, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,8 +144,8 @@ class House:
     def close(self) -> None:
         self.worker.close()
 
-    def fresh(self, template: Path | None) -> Path:
-        """A copy to be maltreated."""
+    def copy_of(self, template: Path | None) -> Path:
+        """Copy the template for one run."""
         self._count += 1
         kb = self.folder / f"case{self._count}" / "kb"
         kb.parent.mkdir()
@@ -162,8 +162,8 @@ class House:
     def drop(self, kb: Path) -> None:
         shutil.rmtree(kb.parent)
 
-    def scenes(self, kind: str, names: tuple[str, ...] = SCENES) -> Iterator[Scene]:
-        """In turn; while one is used the documents are those that it needs."""
+    def cases(self, kind: str, names: tuple[str, ...] = CASES) -> Iterator[CrashCase]:
+        """Yield the cases in turn. The documents on disk fit the current case only."""
         write_docs(self.docs, 1)
         first = self.folder / f"template-{kind}" / "kb"
         shutil.rmtree(first.parent, ignore_errors=True)
@@ -174,63 +174,67 @@ class House:
         files = sorted(str(path) for path in self.docs.rglob("*") if path.is_file())
         docs = {"docs": str(self.docs)}
         if "add" in names:
-            yield self._measured(Scene("add", kind, "add", docs, None, {}, one, files))
+            yield self._measured(CrashCase("add", kind, "add", docs, None, {}, one, files))
         if "remove" in names:
             gone = str(self.docs / "old")
             left = {name: about for name, about in one.items() if not name.startswith(gone + os.sep)}
-            yield self._measured(Scene("remove", kind, "remove", {"target": gone}, first, one, left, []))
+            yield self._measured(CrashCase("remove", kind, "remove", {"target": gone}, first, one, left, []))
         if "rebuild" in names:
             bare = self._copy(first, f"bare-{kind}")
             clear_indexes(bare)
-            yield self._measured(Scene("rebuild", kind, "search", {"queries": [word(1, 1)]}, bare, one, one, []))
+            yield self._measured(CrashCase("rebuild", kind, "search", {"queries": [word(1, 1)]}, bare, one, one, []))
         if "migrate" in names:
             old = self._copy(first, f"old-{kind}")
             make_old(old)
-            yield self._measured(Scene("migrate", kind, "search", {"queries": [word(1, 1)]}, old, one, one, []))
+            yield self._measured(CrashCase("migrate", kind, "search", {"queries": [word(1, 1)]}, old, one, one, []))
         if "repair" in names:
             broken = self._copy(first, f"broken-{kind}")
             damage(broken)
-            yield self._measured(Scene("repair", kind, "repair", {}, broken, oracle.documents(broken), {}, []))
+            yield self._measured(CrashCase("repair", kind, "repair", {}, broken, oracle.documents(broken), {}, []))
         if "update" in names:
             write_docs(self.docs, 2)
             files = sorted(str(path) for path in self.docs.rglob("*") if path.is_file())
-            yield self._measured(Scene("update", kind, "add", docs, first, one, {}, files))
+            yield self._measured(CrashCase("update", kind, "add", docs, first, one, {}, files))
 
-    def _measured(self, scene: Scene) -> Scene:
-        """Run it undisturbed: what it leaves, how many operations on files it takes, and how long."""
-        kb = self.fresh(scene.template)
+    def _measured(self, case: CrashCase) -> CrashCase:
+        """Run the case undisturbed; record its result, its number of file operations and its time."""
+        kb = self.copy_of(case.template)
         fault = {"fault": ["count", 0]} if self.faults else {}
-        ended = self.worker.run(scene.job, kb=str(kb), kind=scene.kind, **scene.settings, **fault)
+        ended = self.worker.run(case.job, kb=str(kb), kind=case.kind, **case.settings, **fault)
         check_done(ended)
         oracle.check_projections(kb)
-        scene.after = scene.after or oracle.documents(kb)
-        assert oracle.documents(kb) == scene.after
-        scene.num_operations, scene.seconds = last(ended, "num_operations", 0), ended["seconds"]
+        case.after = case.after or oracle.documents(kb)
+        assert oracle.documents(kb) == case.after
+        case.num_operations, case.seconds = last(ended, "num_operations", 0), ended["seconds"]
         self.drop(kb)
-        return scene
+        return case
 
-    def strike(self, scene: Scene, how: dict[str, Any]) -> Said:
-        """Run it, disturb it, and check everything that has to hold. Returns how it ended."""
-        kb = self.fresh(scene.template)
-        ended = self.worker.run(scene.job, kb=str(kb), kind=scene.kind, **scene.settings, **how)
-        self.check_after(scene, kb, ended)
+    def run_disturbed(self, case: CrashCase, how: dict[str, Any]) -> Said:
+        """Run the case with a disturbance, and check the result. Return how the job ended."""
+        kb = self.copy_of(case.template)
+        ended = self.worker.run(case.job, kb=str(kb), kind=case.kind, **case.settings, **how)
+        self.check_after(case, kb, ended)
         self.drop(kb)
         return ended
 
-    def check_after(self, scene: Scene, kb: Path, ended: Said, mend: Callable[[], object] = lambda: None) -> None:
-        """Args: mend: what was done to the disk is undone."""
+    def check_after(self, case: CrashCase, kb: Path, ended: Said, mend: Callable[[], object] = lambda: None) -> None:
+        """Check the result of a disturbed run.
+
+        Args:
+            mend: repairs the disk before the check.
+        """
         assert last(ended, "error") != "unexpected", last(ended, "message")
         mend()
-        check_whole(scene, oracle.documents(kb), ended)
+        check_whole(case, oracle.documents(kb), ended)
         if (kb / "manifest.json").exists():
-            self._check_reopened(scene, kb)
-        self._check_completed(scene, kb)
+            self._check_reopened(case, kb)
+        self._check_completed(case, kb)
 
-    def _check_reopened(self, scene: Scene, kb: Path) -> None:
-        """The first search finds what is there and nothing else, and brings vectors and postings up to date."""
+    def _check_reopened(self, case: CrashCase, kb: Path) -> None:
+        """Check that the first search finds exactly the documents, and updates vectors and postings."""
         found = oracle.documents(kb)
         queries = [chunks[0][2] for *_, chunks in list(found.values())[:3]]
-        reopened = self.worker.run("search", kb=str(kb), kind=scene.kind, queries=queries or ["nothing"])
+        reopened = self.worker.run("search", kb=str(kb), kind=case.kind, queries=queries or ["nothing"])
         check_done(reopened)
         for query, said in zip(queries, (one["found"] for one in reopened["said"] if "found" in one), strict=False):
             for mode, results in said.items():
@@ -238,31 +242,31 @@ class House:
         assert oracle.documents(kb) == found
         oracle.check_projections(kb)
 
-    def _check_completed(self, scene: Scene, kb: Path) -> None:
-        """The same command does the rest."""
-        again = self.worker.run(scene.job, kb=str(kb), kind=scene.kind, **scene.settings)
-        if scene.job != "remove" or last(again, "error") != "UnknownDocumentError":  # all of it was done already
+    def _check_completed(self, case: CrashCase, kb: Path) -> None:
+        """Check that the same command completes the work."""
+        again = self.worker.run(case.job, kb=str(kb), kind=case.kind, **case.settings)
+        if case.job != "remove" or last(again, "error") != "UnknownDocumentError":  # all of it was done already
             check_done(again)
-        assert oracle.documents(kb) == scene.after
+        assert oracle.documents(kb) == case.after
         oracle.check_projections(kb)
         hidden = [*kb.glob(".*"), *kb.glob("sparse/.*")]
         left = [path.name for path in hidden if not path.name.startswith(_OF_READERS)]
-        assert not left, "half-written files stay for ever"
+        assert not left, "half-written files remain"
 
 
-def check_whole(scene: Scene, found: oracle.Documents, ended: Said) -> None:
-    """Every document is as it was before or as it is after, and what was acknowledged is as after."""
-    for name in {*found, *scene.before, *scene.after}:
-        assert found.get(name) in (scene.before.get(name), scene.after.get(name)), f"{name} is half there"
-    acknowledged = set(scene.files[: last(ended, "num_files", 0)]) if scene.job == "add" else set()
-    for name in {*found, *scene.before, *scene.after}:
+def check_whole(case: CrashCase, found: oracle.Documents, ended: Said) -> None:
+    """Check that every document is as before or as after, and that acknowledged ones are as after."""
+    for name in {*found, *case.before, *case.after}:
+        assert found.get(name) in (case.before.get(name), case.after.get(name)), f"{name} is half there"
+    acknowledged = set(case.files[: last(ended, "num_files", 0)]) if case.job == "add" else set()
+    for name in {*found, *case.before, *case.after}:
         path = name.partition("#")[0]
         if last(ended, "done") or path in acknowledged:
-            assert found.get(name) == scene.after.get(name), f"{name} was acknowledged"
+            assert found.get(name) == case.after.get(name), f"{name} was acknowledged"
 
 
 def damage(kb: Path) -> None:
-    """A text that was changed, no vectors and no postings."""
+    """Change one text, and remove vectors and postings."""
     with sqlite3.connect(kb / "corpus.sqlite3") as database:
         last_one = "(SELECT chunk_id FROM chunks ORDER BY document_id DESC LIMIT 1)"
         database.execute(f"UPDATE chunks SET text = 'something else' WHERE chunk_id = {last_one}")
@@ -276,5 +280,5 @@ def clear_indexes(kb: Path) -> None:
 
 
 def spread(count: int, total: int, rng: random.Random) -> list[int]:
-    """Numbers from 1 to `total`, one in each of `count` equal parts."""
+    """Return `count` numbers from 1 to `total`, one in each of `count` equal parts."""
     return [1 + int((number + rng.random()) * total / count) for number in range(count)]
