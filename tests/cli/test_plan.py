@@ -101,12 +101,12 @@ def test_plan_searches_with_the_calibrated_effort_and_copies_no_vectors(
     config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**26), index=goal)
     asked = QuestionCounts(("key 7 of town 58", "key 9 of town 30"), (1, 1), "two")
     with closing(KnowledgeBase.open(lists_kb, config, clock=SystemClock())) as opened:
-        index = opened.dense_index()
+        index = opened.indexes.current()[0]
         assert isinstance(index, TieredIvfPqIndex) == bool(hot_bytes)
         monkeypatch.delattr(type(index), "to_arrays")
         workload = PlannedWorkload((0, 1), (0, 1), (0.0, 1.0), 1.0)
         make_inputs = measure_inputs(opened, config, asked, workload, 2, SystemClock())
-        effort = opened.search_effort()
+        effort = opened.indexes.effort()
     assert make_inputs.index is not None and make_inputs.index.nprobe == effort and effort > 1
     assert make_inputs.index.profile.sizes.sum() == 640 and all(one.dense_seconds > 0 for one in make_inputs.found)
 

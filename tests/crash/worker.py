@@ -202,8 +202,8 @@ def _armed(job: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    assert hasattr(ingest, "_WINDOW")
-    ingest._WINDOW = 12  # many commits in a small corpus
+    assert hasattr(ingest, "_COMMITTED_TOGETHER")
+    ingest._COMMITTED_TOGETHER = 12  # many commits in a small corpus
     vars(knowledge_base)["Embedder"] = SmallEmbedder
     SmallEmbedder(EmbedderConfig()).tokenizer  # noqa: B018  # every fork would read its files
     _import_all()

@@ -168,14 +168,14 @@ def test_result_found_before_the_postings_were_updated_is_not_cached(
     docs = write_knowledge(tmp_path / "docs")
     with Stillroom.open(tmp_path / "kb") as stillroom:
         stillroom.add(docs)
-        write = stillroom._kb._indexes._write_sparse
+        write = stillroom._kb.indexes._write_sparse
         during: list[int] = []
 
         def search_and_write() -> None:
             during.append(len(stillroom.search("Wunwick bells", mode="sparse", top_k=9).results))
             write()
 
-        monkeypatch.setattr(stillroom._kb._indexes, "_write_sparse", search_and_write)
+        monkeypatch.setattr(stillroom._kb.indexes, "_write_sparse", search_and_write)
         (docs / "bells.txt").write_text("The bells rang .\n", encoding="utf-8")
         stillroom.add(docs)
         found = stillroom.search("Wunwick bells", mode="sparse", top_k=9).results

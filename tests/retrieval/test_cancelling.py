@@ -29,7 +29,7 @@ def kept(kb: KnowledgeBase) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_document_of_too_many_chunks_is_refused_before_any_is_embedded(
+def test_document_of_too_many_chunks_is_refused_before_embedding(
     open_kb: OpenKb, make_file: MakeFile, docs: Path, spy: Spy
 ) -> None:
     make_file("long.md", LONG)
@@ -40,7 +40,7 @@ def test_a_document_of_too_many_chunks_is_refused_before_any_is_embedded(
     assert reason == ("more chunks than documents.max_chunks (3); split it, make it a JSONL file, or raise the limit")
 
 
-def test_a_record_of_too_many_chunks_leaves_nothing_of_its_file(open_kb: OpenKb, make_file: MakeFile) -> None:
+def test_record_of_too_many_chunks_refuses_its_whole_file(open_kb: OpenKb, make_file: MakeFile) -> None:
     text = "\n\n".join("word " * 190 for _ in range(6))
     path = make_file("a.jsonl", RECORDS + json.dumps({"_id": "long", "text": text}))
     kb = open_kb(FEW)
@@ -49,7 +49,7 @@ def test_a_record_of_too_many_chunks_leaves_nothing_of_its_file(open_kb: OpenKb,
     assert kb.num_documents == 0
 
 
-def test_a_document_that_is_far_too_large_is_refused_without_being_cut(
+def test_document_far_too_large_is_refused_without_cutting(
     open_kb: OpenKb, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counting tokens takes seconds where cutting takes minutes."""
@@ -62,7 +62,7 @@ def test_a_document_that_is_far_too_large_is_refused_without_being_cut(
     assert "documents.max_chunks (3)" in reason
 
 
-def test_a_refused_document_is_not_cut_again_while_its_file_stays(
+def test_refused_document_is_not_cut_again_while_unchanged(
     open_kb: OpenKb, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, kb = make_file("long.md", LONG), open_kb(FEW)
@@ -75,7 +75,7 @@ def test_a_refused_document_is_not_cut_again_while_its_file_stays(
     assert kb.add([path]).failures == first
 
 
-def test_a_large_document_is_embedded_in_pieces(
+def test_large_document_is_embedded_in_pieces(
     open_kb: OpenKb, make_file: MakeFile, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -107,7 +107,7 @@ class CancelsWith(Cancellation):
 
 
 @pytest.mark.parametrize("name", ["long.md", "records.jsonl"])
-def test_a_cancelled_upload_leaves_nothing_wherever_it_was(
+def test_cancelled_upload_leaves_nothing_at_any_point(
     open_kb: OpenKb, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest, "_MAX_PENDING_DOCUMENTS", 2)  # so that records are committed before the file's end
@@ -125,7 +125,7 @@ def test_a_cancelled_upload_leaves_nothing_wherever_it_was(
     assert at > 6 and result.outcome == "added" and kb.verify().is_clean
 
 
-def test_a_cancelled_update_leaves_the_old_document_and_file(open_kb: OpenKb) -> None:
+def test_cancelled_update_keeps_the_old_document_and_file(open_kb: OpenKb) -> None:
     kb = open_kb()
     uploads = Uploads(kb)
     uploads.add([("a.md", io.BytesIO(b"before"))])
@@ -135,7 +135,7 @@ def test_a_cancelled_update_leaves_the_old_document_and_file(open_kb: OpenKb) ->
     assert kb.search("before", mode="sparse").results
 
 
-def test_cancelling_ends_the_wait_for_a_parsing_process(open_kb: OpenKb, make_file: MakeFile) -> None:
+def test_cancel_ends_the_wait_for_a_parsing_process(open_kb: OpenKb, make_file: MakeFile) -> None:
     path = make_file("slow.md", "*a **b " * 60_000)  # over which the parser takes many seconds
     with pytest.raises(ChangeCancelledError):
         open_kb(FEW).add([path], stop=CancelsWith(4))

@@ -44,7 +44,7 @@ def test_every_word_is_in_the_chunks_in_order(embedder: Embedder, paragraphs: tu
 
 @settings(max_examples=60, deadline=None)
 @given(PARAGRAPHS, st.text(max_size=400))
-def test_limits_hold(embedder: Embedder, paragraphs: tuple[Paragraph, ...], title: str) -> None:
+def test_chunks_stay_within_the_token_limits(embedder: Embedder, paragraphs: tuple[Paragraph, ...], title: str) -> None:
     for chunk in chunker(embedder, 16).chunks(document(*paragraphs, title=title)):
         assert 0 < chunk.num_tokens <= 16
         assert chunk.num_tokens == embedder.count_tokens(chunk.text)
@@ -70,7 +70,7 @@ def test_short_words_are_never_cut(embedder: Embedder, paragraphs: tuple[Paragra
     assert words <= found
 
 
-def test_neighbours_are_packed_under_one_heading_only(embedder: Embedder) -> None:
+def test_only_paragraphs_under_one_heading_are_joined(embedder: Embedder) -> None:
     paragraphs = [
         Paragraph("One two.", ("A",), 1, 1),
         Paragraph("Three.", ("A",), 3, 4),
@@ -82,7 +82,7 @@ def test_neighbours_are_packed_under_one_heading_only(embedder: Embedder) -> Non
     assert (second.text, second.heading, second.ordinal) == ("Four.", "Guide > B", 1)
 
 
-def test_a_long_paragraph_is_cut_at_sentences_into_parts_of_like_size(embedder: Embedder) -> None:
+def test_long_paragraph_is_cut_at_sentences_into_similar_parts(embedder: Embedder) -> None:
     text = " ".join(f"Key number {number} opens the vault on day {number}." for number in range(8))
     chunks = chunker(embedder, 50).chunks(document(Paragraph(text, (), 1, 1)))
     assert " ".join(chunk.text for chunk in chunks) == text
@@ -91,7 +91,7 @@ def test_a_long_paragraph_is_cut_at_sentences_into_parts_of_like_size(embedder: 
     assert len(sizes) == 2 and max(sizes) - min(sizes) <= 20
 
 
-def test_code_is_cut_at_lines_and_keeps_its_indentation_and_its_lines(embedder: Embedder) -> None:
+def test_code_is_cut_at_lines_and_keeps_indentation_and_line_numbers(embedder: Embedder) -> None:
     text = "def f():\n" + "\n".join(f"    value_{number} = compute({number})" for number in range(12))
     chunks = chunker(embedder, 40).chunks(document(Paragraph(text, (), 10, 22)))
     assert "\n".join(chunk.text for chunk in chunks) == text
@@ -101,14 +101,14 @@ def test_code_is_cut_at_lines_and_keeps_its_indentation_and_its_lines(embedder: 
         assert chunk.text.split("\n") == lines[chunk.start_line - 10 : chunk.end_line - 9]
 
 
-def test_parts_of_a_text_without_the_lines_of_its_file_have_all_of_them(embedder: Embedder) -> None:
+def test_parts_of_a_text_without_line_breaks_have_all_its_lines(embedder: Embedder) -> None:
     text = " ".join(f"Key number {number} opens the vault on day {number}." for number in range(8))
     for long in (text, f"{text}\n{text}", text * 700):
         chunks = chunker(embedder, 50).chunks(document(Paragraph(long, (), 3, 9)))
         assert len(chunks) > 1 and {(chunk.start_line, chunk.end_line) for chunk in chunks} == {(3, 9)}
 
 
-def test_a_word_longer_than_a_chunk_is_cut(embedder: Embedder) -> None:
+def test_word_longer_than_a_chunk_is_cut(embedder: Embedder) -> None:
     chunks = chunker(embedder, 8).chunks(document(Paragraph("x" * 5000)))
     assert "".join(chunk.text for chunk in chunks) == "x" * 5000
     assert max(len(chunk.text) for chunk in chunks) <= 8 * 16
@@ -127,7 +127,7 @@ class Longest:
 
 
 @pytest.mark.parametrize("is_title", [False, True])
-def test_however_long_a_text_is_little_of_it_is_tokenised_at_once(embedder: Embedder, is_title: bool) -> None:
+def test_long_text_is_tokenised_in_stretches(embedder: Embedder, is_title: bool) -> None:
     lines = [f"{number} GET /keys/{number % 97} 200" for number in range(6000)]
     text = "\n".join(lines)
     tokenizer: Any = Longest(embedder.tokenizer)
@@ -143,7 +143,7 @@ def test_however_long_a_text_is_little_of_it_is_tokenised_at_once(embedder: Embe
 
 
 @given(TEXTS)
-def test_stretches_hold_every_word_on_its_line(text: str) -> None:
+def test_stretches_keep_every_word_and_its_line(text: str) -> None:
     paragraph = Paragraph(text, ("A",), 7, 7 + text.count("\n"), 2, 3)
     stretches = list(_stretches(paragraph, 40))
     assert " ".join(stretch.text for stretch in stretches).split() == text.split() or any(map(is_long, text.split()))
@@ -158,23 +158,23 @@ def is_long(word: str) -> bool:
     return len(word) >= 40
 
 
-def test_a_title_too_long_for_a_heading_is_text(embedder: Embedder) -> None:
+def test_title_too_long_for_a_heading_is_text(embedder: Embedder) -> None:
     title = " ".join(f"word{number}" for number in range(100))
     chunks = chunker(embedder, 200).chunks(document(Paragraph("text"), title=title))
     assert all(chunk.title.endswith("...") and title.startswith(chunk.title[:-3]) for chunk in chunks)
     assert "\n\n".join(chunk.text for chunk in chunks).replace("\n\n", " ") == f"{title} text"
 
 
-def test_the_same_document_gives_the_same_chunks(embedder: Embedder) -> None:
+def test_same_document_gives_the_same_chunks(embedder: Embedder) -> None:
     paragraphs = [Paragraph(f"Sentence {number}. " * 9, (f"H{number % 2}",), number, number) for number in range(5)]
     assert chunker(embedder).chunks(document(*paragraphs)) == chunker(embedder).chunks(document(*paragraphs))
 
 
-def test_a_document_without_text_has_no_chunks(embedder: Embedder) -> None:
+def test_document_without_text_has_no_chunks(embedder: Embedder) -> None:
     assert chunker(embedder).chunks(document()) == []
     assert chunker(embedder).chunks(document(Paragraph(" \n "))) == []
 
 
-def test_a_limit_too_small_is_refused(embedder: Embedder) -> None:
+def test_too_small_chunk_limit_is_refused(embedder: Embedder) -> None:
     with pytest.raises(ConfigError, match="max_tokens=3"):
         chunker(embedder, 3)

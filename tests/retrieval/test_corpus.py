@@ -45,7 +45,7 @@ def corpus(tmp_path: Path) -> Iterator[Corpus]:
         yield found
 
 
-def test_what_was_put_is_there(corpus: Corpus) -> None:
+def test_stored_document_is_returned(corpus: Corpus) -> None:
     document = stored("a", "one", "two")
     corpus.commit([document])
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (1, 2, 1)
@@ -59,7 +59,7 @@ def test_what_was_put_is_there(corpus: Corpus) -> None:
     assert (info.document_id, info.title, info.num_chunks, info.num_bytes, info.added_at) == ("a", "T", 2, 10, 5.0)
 
 
-def test_changes_are_what_an_index_has_missed(corpus: Corpus) -> None:
+def test_changes_since_returns_what_an_index_misses(corpus: Corpus) -> None:
     first, second = stored("a", "one", "two"), stored("b", "three")
     corpus.commit([first])
     corpus.commit([second])
@@ -71,7 +71,7 @@ def test_changes_are_what_an_index_has_missed(corpus: Corpus) -> None:
     assert corpus.changes_since(3) == type(changes)(3, (), ())
 
 
-def test_an_edit_touches_only_the_chunks_that_read_differently(corpus: Corpus) -> None:
+def test_edit_changes_only_chunks_with_new_text(corpus: Corpus) -> None:
     corpus.commit([stored("a", "one", "two", "three")])
     edited = stored("a", "one", "2", "three", first_line=10)
     corpus.commit([edited])
@@ -90,14 +90,14 @@ def test_pages_change_without_a_new_vector(corpus: Corpus) -> None:
     assert (corpus.generation, corpus.changes_since(1)) == (1, Changes(1, (), ()))
 
 
-def test_what_only_moved_is_a_generation_without_work_for_an_index(corpus: Corpus) -> None:
+def test_moved_lines_raise_the_generation_without_index_changes(corpus: Corpus) -> None:
     corpus.commit([stored("a", "one")])
     corpus.commit([dataclasses.replace(stored("a", "one", first_line=7), content_hash="the same, elsewhere")])
     assert corpus.chunks_of(DocumentId("a"))[0][0].start_line == 7
     assert corpus.changes_since(1) == Changes(2, (), ()), "whoever keeps answers has to notice"
 
 
-def test_metadata_is_kept_and_a_change_of_it_is_a_generation_without_work_for_an_index(corpus: Corpus) -> None:
+def test_changed_metadata_raises_the_generation_without_index_changes(corpus: Corpus) -> None:
     metadata: Metadata = {"team": "legal", "year": 2024, "tags": ("a", 1, 2.5, True), "is_draft": False}
     document = stored("a", "one")
     corpus.commit([dataclasses.replace(document, metadata=metadata)])
@@ -107,7 +107,7 @@ def test_metadata_is_kept_and_a_change_of_it_is_a_generation_without_work_for_an
     assert corpus.changes_since(1) == Changes(2, (), ())
 
 
-def test_a_new_title_is_a_new_text_for_every_chunk(corpus: Corpus) -> None:
+def test_new_title_changes_every_chunk(corpus: Corpus) -> None:
     corpus.commit([stored("a", "one")])
     renamed = stored("a", "one", title="Other")
     corpus.commit([renamed])
@@ -115,7 +115,7 @@ def test_a_new_title_is_a_new_text_for_every_chunk(corpus: Corpus) -> None:
     np.testing.assert_array_equal(corpus.chunks_of(DocumentId("a"))[0][1], renamed.vectors[0])
 
 
-def test_a_chunk_that_comes_back_has_no_tombstone(corpus: Corpus) -> None:
+def test_restored_chunk_has_no_tombstone(corpus: Corpus) -> None:
     corpus.commit([stored("a", "one")])
     corpus.commit(removed=[DocumentId("a")])
     corpus.commit([stored("a", "one")])
@@ -123,7 +123,7 @@ def test_a_chunk_that_comes_back_has_no_tombstone(corpus: Corpus) -> None:
     assert len(corpus.changes_since(1).added) == 1
 
 
-def test_a_failing_commit_leaves_nothing_behind(corpus: Corpus) -> None:
+def test_failed_commit_changes_nothing(corpus: Corpus) -> None:
     good, bad = stored("a", "one"), stored("b", "two", "three")
     bad = dataclasses.replace(bad, vectors=np.zeros((1, 2), np.float32))
     with pytest.raises(ValueError):
@@ -131,7 +131,7 @@ def test_a_failing_commit_leaves_nothing_behind(corpus: Corpus) -> None:
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 0)
 
 
-def test_who_asks_what_exists_does_not_wait_for_a_commit(corpus: Corpus) -> None:
+def test_existing_does_not_wait_for_a_commit(corpus: Corpus) -> None:
     """The engine asks between two steps of everybody."""
     corpus.commit([stored("a", "one")])
     chunk = stored("a", "one").chunks[0].chunk_id
@@ -155,7 +155,7 @@ def test_many_documents_are_removed_in_several_commits(corpus: Corpus) -> None:
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 3)
 
 
-def test_files_are_noted_and_forgotten_without_a_new_generation(corpus: Corpus) -> None:
+def test_source_records_do_not_raise_the_generation(corpus: Corpus) -> None:
     source = SourceFile("a", 10, 99, "hash", {"team": "legal"})
     corpus.commit(sources=[SourceUpdate("a", source)])
     assert (corpus.sources(), corpus.generation) == ({"a": source}, 0)
@@ -174,14 +174,14 @@ def test_another_connection_sees_the_last_commit(corpus: Corpus, tmp_path: Path)
     corpus.close()
 
 
-def test_a_damaged_file_is_said_to_be_damaged(tmp_path: Path) -> None:
+def test_damaged_file_is_reported_as_damaged(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
     path.write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorruptKnowledgeBaseError, match="backup"):
         Corpus(path)
 
 
-def test_an_error_over_a_damaged_row_holds_nothing_of_it(corpus: Corpus, tmp_path: Path) -> None:
+def test_error_for_a_damaged_row_does_not_quote_it(corpus: Corpus, tmp_path: Path) -> None:
     corpus.commit([stored("a", "one")])
     with sqlite3.connect(tmp_path / "corpus.sqlite3") as database:
         database.execute("UPDATE chunks SET text = CAST(x'73656372657420ff' AS TEXT)")

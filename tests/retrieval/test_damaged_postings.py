@@ -46,7 +46,7 @@ def kb(open_kb: OpenKb, three: Path) -> KnowledgeBase:
 
 @pytest.mark.parametrize("suffix", [".idx", ".fast"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_search_over_damaged_postings_finds_what_it_found_before(
+def test_search_over_damaged_postings_returns_the_same_results(
     kb: KnowledgeBase, mode: str, suffix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = kb.search(QUERY, mode=mode).results  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_a_search_over_damaged_postings_finds_what_it_found_before(
 
     assert kb.search(QUERY, mode=mode).results == expected  # type: ignore[arg-type]
     if mode != "dense":
-        assert "the postings are damaged and are made anew" in caplog.text
+        assert "the postings are damaged and are rebuilt" in caplog.text
         assert kb.verify().findings == ()
 
 
@@ -91,7 +91,7 @@ def test_candidates_over_damaged_postings_are_unchanged(kb: KnowledgeBase) -> No
     assert kb.candidates(QUERY, 3).sparse == expected
 
 
-def test_stages_over_damaged_postings_end_in_the_right_result(kb: KnowledgeBase) -> None:
+def test_staged_search_over_damaged_postings_ends_with_the_right_result(kb: KnowledgeBase) -> None:
     expected = kb.search(QUERY).results
     overwrite(kb.path)
 
@@ -105,7 +105,7 @@ def test_concurrent_searches_repair_the_damage_once(kb: KnowledgeBase, caplog: p
         found = list(pool.map(lambda _: kb.search(QUERY, mode="sparse").results, range(8)))
 
     assert found == [expected] * 8
-    assert caplog.text.count("are made anew") == 1
+    assert caplog.text.count("are rebuilt") == 1
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".term", ".fast", ".fieldnorm"])
@@ -124,9 +124,7 @@ def test_documents_added_over_damaged_postings_are_found(
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".term", ".fast", ".fieldnorm"])
-def test_a_flipped_byte_is_found_when_the_knowledge_base_is_opened(
-    kb: KnowledgeBase, open_kb: OpenKb, suffix: str
-) -> None:
+def test_flipped_byte_is_found_on_opening(kb: KnowledgeBase, open_kb: OpenKb, suffix: str) -> None:
     expected = kb.search(QUERY, mode="sparse").results
     kb.close()
     flip(kb.path, suffix)

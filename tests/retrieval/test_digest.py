@@ -35,7 +35,7 @@ def rankings(kb: KnowledgeBase) -> list[list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
-def test_threads_and_reopening_change_nothing(kind: IndexKind, files: list[Path], open_kb: OpenKb) -> None:
+def test_threads_and_reopening_do_not_change_the_digest(kind: IndexKind, files: list[Path], open_kb: OpenKb) -> None:
     threads = torch.get_num_threads(), faiss.omp_get_max_threads()
     seen: list[tuple[IndexDigest, list[list[tuple[int, float]]]]] = []
     try:
@@ -52,7 +52,7 @@ def test_threads_and_reopening_change_nothing(kind: IndexKind, files: list[Path]
     assert all(one == seen[0] for one in seen)
 
 
-def test_at_once_or_in_pieces(files: list[Path], open_kb: OpenKb) -> None:
+def test_adding_at_once_or_in_pieces_gives_the_same_digest(files: list[Path], open_kb: OpenKb) -> None:
     once, pieces = open_kb(name="once"), open_kb(name="pieces")
     once.add(files)
     for part in (files[5:], files[2:3], files[:5]):
@@ -61,7 +61,7 @@ def test_at_once_or_in_pieces(files: list[Path], open_kb: OpenKb) -> None:
     assert rankings(once) == rankings(pieces)
 
 
-def test_of_a_graph_only_the_structure_depends_on_the_pieces(files: list[Path], open_kb: OpenKb) -> None:
+def test_only_the_graph_structure_depends_on_the_pieces(files: list[Path], open_kb: OpenKb) -> None:
     once, pieces = open_kb(config("hnsw"), name="once"), open_kb(config("hnsw"), name="pieces")
     once.add(files)
     pieces.add(files[6:])
@@ -70,7 +70,7 @@ def test_of_a_graph_only_the_structure_depends_on_the_pieces(files: list[Path], 
     assert dataclasses.replace(once.digest(), dense="") == dataclasses.replace(pieces.digest(), dense="")
 
 
-def test_what_decides_rankings_changes_it(files: list[Path], open_kb: OpenKb) -> None:
+def test_everything_that_decides_rankings_changes_the_digest(files: list[Path], open_kb: OpenKb) -> None:
     kb = open_kb()
     kb.add(files)
     before = kb.digest()
@@ -85,7 +85,7 @@ def test_what_decides_rankings_changes_it(files: list[Path], open_kb: OpenKb) ->
     )
 
 
-def test_how_hard_one_searches_does_not(files: list[Path], open_kb: OpenKb) -> None:
+def test_search_effort_does_not_change_the_digest(files: list[Path], open_kb: OpenKb) -> None:
     kb = open_kb(config("hnsw"))
     kb.add(files)
     harder = StillroomConfig(index=IndexConfig(kind="hnsw", ef_search=500, ann_recall=0.9))
@@ -93,7 +93,7 @@ def test_how_hard_one_searches_does_not(files: list[Path], open_kb: OpenKb) -> N
     assert kb.digest().to_json()["digest"] == kb.digest().value
 
 
-def test_where_lists_are_kept_does_not(make_file: MakeFile, docs: Path, open_kb: OpenKb) -> None:
+def test_location_of_lists_does_not_change_the_digest(make_file: MakeFile, docs: Path, open_kb: OpenKb) -> None:
     """`index.hot_bytes` is nothing that a knowledge base is made with: not in manifest, digest or rankings."""
     order = itertools.permutations(WORDS, 6)
     for at in range(100):
@@ -107,7 +107,7 @@ def test_where_lists_are_kept_does_not(make_file: MakeFile, docs: Path, open_kb:
     kb.close()
     other = open_kb(tiered)
     seen.append((other.digest(), rankings(other)))
-    figures = other.list_figures
+    figures = other.indexes.list_figures
     assert figures is not None and figures.num_lists == 2 and figures.ram_bytes <= 1000 < figures.list_bytes
     other.close()
     folder = docs.parent / "kb"
@@ -115,7 +115,7 @@ def test_where_lists_are_kept_does_not(make_file: MakeFile, docs: Path, open_kb:
     assert (folder / "list_heat.npz").exists() and "hot_bytes" not in (folder / "manifest.json").read_text()
     unset = open_kb(StillroomConfig())
     seen.append((unset.digest(), rankings(unset)))
-    assert unset.list_figures is None
+    assert unset.indexes.list_figures is None
     assert seen[0] == seen[1] == seen[2]
     lists = folder / "dense.lists"
     content = bytearray(lists.read_bytes())

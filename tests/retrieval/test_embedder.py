@@ -29,7 +29,7 @@ def test_vectors_have_length_one_and_the_order_of_the_texts(embedder: Embedder) 
     np.testing.assert_allclose(np.sum(vectors[:5] * alone, axis=1), 1.0, atol=2e-3)
 
 
-def test_meaning_beats_wording(embedder: Embedder) -> None:
+def test_similar_meaning_scores_above_similar_words(embedder: Embedder) -> None:
     scores = embedder.embed_documents(TEXTS) @ embedder.embed_queries(["How often are secrets exchanged?"])[0]
     assert np.argmax(scores) in (0, 2)
 
@@ -39,12 +39,12 @@ def test_documents_in_bfloat16_are_close_to_float32(embedder: Embedder) -> None:
     assert np.min(np.sum(embedder.embed_documents(TEXTS) * exact, axis=1)) > 0.999
 
 
-def test_nothing_gives_nothing(embedder: Embedder) -> None:
+def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
     assert embedder.embed_documents([]).shape == (0, 384)
     assert embedder.embed_queries([]).shape == (0, 384)
 
 
-def test_the_vector_of_a_question_is_kept(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_query_vector_is_cached(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
     first = embedder.embed_query("How often are keys rotated?")
     assert np.array_equal(first, embedder.embed_queries(["How often are keys rotated?"])[0])
     with pytest.raises(ValueError, match="read-only"):
@@ -53,7 +53,7 @@ def test_the_vector_of_a_question_is_kept(embedder: Embedder, monkeypatch: pytes
     assert embedder.embed_query("How often are keys rotated?") is first
 
 
-def test_progress_is_told_after_each_batch(embedder: Embedder) -> None:
+def test_progress_is_reported_after_each_batch(embedder: Embedder) -> None:
     told: list[int] = []
     embedder.embed_documents(["text"] * 35, told.append)
     assert sorted(told) == [3, 16, 16]
@@ -75,7 +75,7 @@ def test_threads_get_their_own_results(embedder: Embedder) -> None:
         np.testing.assert_allclose(found[index], vector, atol=1e-5)
 
 
-def test_a_missing_model_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match=r"check embedder\.model"):
         Embedder(EmbedderConfig(model=str(tmp_path / "nowhere"))).embed_queries(["x"])

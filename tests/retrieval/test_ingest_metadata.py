@@ -17,7 +17,7 @@ def metadata(kb: KnowledgeBase) -> dict[str, Metadata]:
     return {Path(info.document_id).name: info.metadata for info in kb.documents()}
 
 
-def test_what_is_said_goes_before_what_the_file_says_and_holds(
+def test_given_metadata_overrides_the_file_and_is_kept(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, refuse_to_embed: Callable[[], None]
 ) -> None:
     path = make_file("a.md", "---\nteam: sales\nyear: 2020\n---\nText.\n")
@@ -39,7 +39,7 @@ def test_what_is_said_goes_before_what_the_file_says_and_holds(
     assert metadata(kb) == {"a.md": {"team": "sales", "year": 2021}, "b.txt": legal}
 
 
-def test_a_file_beside_is_noticed_changed_and_gone(
+def test_sidecar_changes_and_removal_are_noticed(
     open_kb: OpenKb, make_file: MakeFile, refuse_to_embed: Callable[[], None]
 ) -> None:
     path = make_file("a.txt", "Text.")
@@ -58,7 +58,7 @@ def test_a_file_beside_is_noticed_changed_and_gone(
     assert metadata(kb) == {"a.txt": {}}
 
 
-def test_a_removed_record_does_not_cost_the_others_what_was_said(open_kb: OpenKb, make_file: MakeFile) -> None:
+def test_removed_record_keeps_given_metadata_of_the_others(open_kb: OpenKb, make_file: MakeFile) -> None:
     path = make_file("c.jsonl", '{"_id": "a", "text": "x"}\n{"_id": "b", "text": "y", "metadata": {"year": 1}}\n')
     kb = open_kb()
     kb.add([path], metadata={"team": "legal"})
@@ -70,12 +70,12 @@ def test_a_removed_record_does_not_cost_the_others_what_was_said(open_kb: OpenKb
     assert metadata(kb)["c.jsonl#a"] == {}, "a forgotten file is forgotten with what was said of it"
 
 
-def test_what_is_taken_over_is_committed_as_often_as_what_is_embedded(
+def test_reused_chunks_are_committed_as_often_as_embedded_ones(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(6):
         make_file(f"{number}.md", f"# Number {number}\n\n## Keys\n\nIron.\n\n## Cats\n\nSoft.\n")
-    monkeypatch.setattr(ingest, "_WINDOW", 4)
+    monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 4)
     sizes: list[int] = []
     commit = Corpus.commit
 

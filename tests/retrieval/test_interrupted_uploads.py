@@ -53,7 +53,7 @@ def lone(uploads: Uploads) -> list[str]:
     return [str(info.document_id) for info in uploads.not_indexed()]
 
 
-def test_an_upload_that_was_killed_is_listed_and_completed(kb: KnowledgeBase) -> None:
+def test_killed_upload_is_listed_and_completed(kb: KnowledgeBase) -> None:
     killed(kb, "upload")
     uploads = Uploads(kb)
     assert lone(uploads) == ["uploads/bad.txt", "uploads/new.md"]
@@ -73,7 +73,7 @@ def test_an_upload_that_was_killed_is_listed_and_completed(kb: KnowledgeBase) ->
     assert {info.metadata.get("team") for info in infos.values()} == {"legal"}, "what was said with the upload holds"
 
 
-def test_files_that_are_not_indexed_can_be_deleted(kb: KnowledgeBase) -> None:
+def test_unindexed_files_can_be_deleted(kb: KnowledgeBase) -> None:
     killed(kb, "upload")
     uploads = Uploads(kb)
     for name in ("bad.txt", "uploads/new.md"):
@@ -87,7 +87,7 @@ def test_files_that_are_not_indexed_can_be_deleted(kb: KnowledgeBase) -> None:
     assert uploads.complete() == 1 and kb.verify().is_clean
 
 
-def test_what_was_removed_is_not_indexed_again(kb: KnowledgeBase) -> None:
+def test_removed_upload_is_not_indexed_again(kb: KnowledgeBase) -> None:
     killed(kb, "remove")
     uploads = Uploads(kb)
     assert (Path(kb.path / "uploads/known.md").exists(), kb.num_documents) == (True, 0)
@@ -97,7 +97,7 @@ def test_what_was_removed_is_not_indexed_again(kb: KnowledgeBase) -> None:
     assert lone(uploads) == []
 
 
-def test_an_upload_that_ends_leaves_nothing_to_complete(kb: KnowledgeBase) -> None:
+def test_finished_upload_leaves_nothing_to_complete(kb: KnowledgeBase) -> None:
     uploads = Uploads(kb)
     uploads.add([("a.md", io.BytesIO(b"one")), ("bad.txt", io.BytesIO(b"\0")), ("known.md", io.BytesIO(b"\0"))])
     assert not uploads.are_incomplete and kb.verify().is_clean

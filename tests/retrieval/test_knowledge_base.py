@@ -26,7 +26,7 @@ from tests.retrieval.conftest import BREAD, CATS, MODES, UNSHARED, MakeFile, Ope
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_added_is_found(open_kb: OpenKb, three: Path, mode: SearchMode) -> None:
+def test_added_documents_are_found(open_kb: OpenKb, three: Path, mode: SearchMode) -> None:
     kb = open_kb()
     report = kb.add([three])
     assert (report.num_added, report.num_chunks, report.failures) == (3, 3, ())
@@ -52,7 +52,7 @@ def test_top_k_limits_and_fusions_differ_only_in_score(open_kb: OpenKb, three: P
 @pytest.mark.parametrize(
     "query", ['"keys" AND (vault', "keys:* -vault", "\\", "+", "a" * 5000, "\u043a\u043b\u044e\u0447"]
 )
-def test_any_text_is_a_query(open_kb: OpenKb, three: Path, query: str) -> None:
+def test_any_text_is_a_valid_query(open_kb: OpenKb, three: Path, query: str) -> None:
     kb = open_kb()
     kb.add([three])
     for mode in MODES:
@@ -60,20 +60,20 @@ def test_any_text_is_a_query(open_kb: OpenKb, three: Path, query: str) -> None:
         assert num_found == 2 or mode == "sparse"
 
 
-def test_impossible_searches_are_refused(open_kb: OpenKb) -> None:
+def test_invalid_searches_are_refused(open_kb: OpenKb) -> None:
     kb = open_kb()
     for arguments in ({"query": " "}, {"query": "x", "top_k": 0}, {"query": "x", "mode": "psychic"}):
         with pytest.raises(UsageError):
             kb.search(**arguments)
 
 
-def test_an_empty_knowledge_base_finds_nothing(open_kb: OpenKb) -> None:
+def test_empty_knowledge_base_finds_nothing(open_kb: OpenKb) -> None:
     kb = open_kb()
     assert [kb.search("keys", mode=mode).results for mode in MODES] == [(), (), ()]
     assert (kb.num_documents, kb.num_chunks, kb.documents()) == (0, 0, [])
 
 
-def test_searching_by_words_loads_no_model(
+def test_sparse_search_loads_no_model(
     tmp_path: Path, three: Path, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_kb().add([three])
@@ -92,7 +92,7 @@ def test_embed_gives_unit_vectors(open_kb: OpenKb) -> None:
 # Adding again
 
 
-def test_what_has_not_changed_is_neither_read_nor_embedded(
+def test_unchanged_files_are_neither_read_nor_embedded(
     open_kb: OpenKb, three: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kb = open_kb()
@@ -105,7 +105,7 @@ def test_what_has_not_changed_is_neither_read_nor_embedded(
     assert kb.add([three]).num_unchanged == 3, "another time with the same content"
 
 
-def test_nothing_changed_and_the_model_stays_unloaded(
+def test_add_of_unchanged_files_does_not_load_the_model(
     tmp_path: Path, three: Path, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_kb().add([three])
@@ -115,9 +115,7 @@ def test_nothing_changed_and_the_model_stays_unloaded(
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
-def test_an_edit_replaces_what_it_changes(
-    open_kb: OpenKb, make_file: MakeFile, docs: Path, spy: Spy, kind: str
-) -> None:
+def test_edit_replaces_changed_chunks(open_kb: OpenKb, make_file: MakeFile, docs: Path, spy: Spy, kind: str) -> None:
     kb = open_kb(StillroomConfig(index=IndexConfig(kind=kind)))  # type: ignore[arg-type]
     path = make_file("guide.md", "# Guide\n\n## Keys\n\nRotate the keys.\n\n## Cats\n\nFeed the cats.\n")
     kb.add([docs])
@@ -131,7 +129,7 @@ def test_an_edit_replaces_what_it_changes(
         assert "Feed the cats." not in texts and "Praise the dogs." in texts
 
 
-def test_files_that_vanished_from_a_folder_are_forgotten(open_kb: OpenKb, three: Path, make_file: MakeFile) -> None:
+def test_files_removed_from_a_folder_are_removed(open_kb: OpenKb, three: Path, make_file: MakeFile) -> None:
     kb = open_kb()
     kb.add([three])
     (three / "cats.md").unlink()
@@ -141,7 +139,7 @@ def test_files_that_vanished_from_a_folder_are_forgotten(open_kb: OpenKb, three:
     assert "cats.md" not in names(kb.search("cats"))
 
 
-def test_records_are_documents_of_their_own(open_kb: OpenKb, docs: Path, spy: Spy) -> None:
+def test_jsonl_records_are_separate_documents(open_kb: OpenKb, docs: Path, spy: Spy) -> None:
     path = docs / "corpus.jsonl"
     records = [{"_id": name, "title": name, "text": f"All about {name}."} for name in ("keys", "cats", "bread")]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -157,16 +155,14 @@ def test_records_are_documents_of_their_own(open_kb: OpenKb, docs: Path, spy: Sp
     assert kb.add([docs]).num_added == 1, "a removed record comes back when its file is added again"
 
 
-def test_a_record_with_half_a_character_as_its_name_stops_nothing(
-    open_kb: OpenKb, make_file: MakeFile, docs: Path
-) -> None:
+def test_record_id_with_a_surrogate_is_stored(open_kb: OpenKb, make_file: MakeFile, docs: Path) -> None:
     make_file("a.jsonl", '{"_id": "\\ud800", "text": "About keys."}\n')
     make_file("b.md", CATS)
     kb = open_kb()
     assert (kb.add([docs]).num_added, kb.add([docs]).num_unchanged) == (2, 2)
 
 
-def test_a_malformed_line_keeps_what_was_known_of_the_file(open_kb: OpenKb, docs: Path) -> None:
+def test_malformed_line_keeps_the_indexed_version_of_the_file(open_kb: OpenKb, docs: Path) -> None:
     path = docs / "corpus.jsonl"
     path.write_text('{"_id": "a", "text": "about keys"}\n')
     kb = open_kb()
@@ -183,7 +179,7 @@ def test_a_malformed_line_keeps_what_was_known_of_the_file(open_kb: OpenKb, docs
     assert (report.num_removed, report.failures, kb.num_documents) == (1, (), 0)
 
 
-def test_a_name_that_is_no_text_is_a_failure_of_that_file(open_kb: OpenKb, docs: Path) -> None:
+def test_file_name_that_is_not_utf_8_fails_that_file(open_kb: OpenKb, docs: Path) -> None:
     name = os.fsencode(docs) + b"/\xff.md"
     try:
         with open(name, "w") as file:
@@ -195,7 +191,7 @@ def test_a_name_that_is_no_text_is_a_failure_of_that_file(open_kb: OpenKb, docs:
     assert report.num_added == open_kb().num_documents
 
 
-def test_a_file_that_cannot_be_read_does_not_stop_the_others(open_kb: OpenKb, three: Path) -> None:
+def test_unreadable_file_does_not_stop_the_others(open_kb: OpenKb, three: Path) -> None:
     (three / "binary.txt").write_bytes(b"\x00\x01\x02")
     (three / "dangling.md").symlink_to(three / "nowhere.md")
     report = open_kb().add([three])
@@ -204,14 +200,14 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(open_kb: OpenKb, th
     assert "binary data" in dict(report.failures)[str(three / "binary.txt")]
 
 
-def test_a_path_that_does_not_exist_adds_nothing(open_kb: OpenKb, three: Path) -> None:
+def test_missing_path_adds_nothing(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb()
     with pytest.raises(UsageError):
         kb.add([three, three / "nowhere"])
     assert kb.num_documents == 0
 
 
-def test_progress_counts_up_to_everything(open_kb: OpenKb, three: Path) -> None:
+def test_progress_reaches_the_totals(open_kb: OpenKb, three: Path) -> None:
     seen: list[AddProgress] = []
     open_kb().add([three], progress=seen.append)
     total = sum(path.stat().st_size for path in three.rglob("*.md"))
@@ -221,10 +217,10 @@ def test_progress_counts_up_to_everything(open_kb: OpenKb, three: Path) -> None:
         assert earlier.num_files_done <= later.num_files_done <= later.num_files_total == 3
 
 
-def test_an_interruption_loses_one_batch_and_a_repeat_does_the_rest(
+def test_interruption_loses_one_batch_and_a_repeat_does_the_rest(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_WINDOW", 2)
+    monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 2)
     for number in range(6):
         make_file(f"{number}.txt", f"Text number {number} about subject {'abcdef'[number] * 3}.")
     kb = open_kb()
@@ -241,10 +237,10 @@ def test_an_interruption_loses_one_batch_and_a_repeat_does_the_rest(
     assert (report.num_added, report.num_unchanged, kb.num_documents, len(spy.texts)) == (2, 4, 6, 6)
 
 
-def test_a_large_file_goes_on_where_it_was_interrupted(
+def test_interrupted_large_file_continues(
     open_kb: OpenKb, docs: Path, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_WINDOW", 2)
+    monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 2)
     lines = [json.dumps({"_id": str(number), "text": f"Record number {number}."}) for number in range(6)]
     (docs / "corpus.jsonl").write_text("\n".join(lines))
     kb = open_kb()
@@ -264,7 +260,9 @@ def test_a_large_file_goes_on_where_it_was_interrupted(
 # Removing
 
 
-def test_removing_by_id_by_file_and_by_folder(open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_removed_by_id_file_and_folder(
+    open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kb = open_kb()
     kb.add([three])
     monkeypatch.chdir(three)
@@ -275,7 +273,7 @@ def test_removing_by_id_by_file_and_by_folder(open_kb: OpenKb, three: Path, monk
     assert kb.num_chunks == 0 and kb.search("cats").results == ()
 
 
-def test_an_unknown_target_is_reported_and_stops_no_other(
+def test_unknown_target_is_reported_and_does_not_stop_others(
     open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kb = open_kb()
@@ -292,7 +290,7 @@ def test_an_unknown_target_is_reported_and_stops_no_other(
         kb.remove(["dogs.md", str(three / "cats.md")])
 
 
-def test_a_removal_that_was_interrupted_is_ended_by_the_same_again(
+def test_repeated_removal_completes_an_interrupted_one(
     open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "_BATCH", 1)
@@ -319,7 +317,7 @@ def test_a_removal_that_was_interrupted_is_ended_by_the_same_again(
 
 
 @pytest.mark.parametrize("name", ["/../../../../../../../..", "../../guide/intro.md", "../..", "1"])
-def test_a_record_whose_name_looks_like_a_path_is_removed_alone(
+def test_record_id_that_looks_like_a_path_removes_only_the_record(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path = make_file("data/x.jsonl", json.dumps({"_id": name, "text": "About keys."}) + "\n")

@@ -74,7 +74,7 @@ def old(open_kb: OpenKb, make_file: MakeFile, tmp_path: Path) -> Path:
     return tmp_path / "kb"
 
 
-def test_an_old_knowledge_base_is_brought_up_to_date_on_opening(
+def test_old_knowledge_base_is_upgraded_on_opening(
     old: Path, open_kb: OpenKb, docs: Path, refuse_to_embed: Callable[[], None]
 ) -> None:
     assert shape(old / "corpus.sqlite3")[0] == 0
@@ -91,7 +91,7 @@ def test_an_old_knowledge_base_is_brought_up_to_date_on_opening(
     assert shape(old / "corpus.sqlite3") == shape(old.parent / "fresh.sqlite3")
 
 
-def test_version_2_gets_names_of_commits_and_keeps_what_it_knows(tmp_path: Path) -> None:
+def test_version_2_gets_commit_ids_and_keeps_its_data(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
     corpus = Corpus(path)
     corpus.commit([stored("a", "one")], sources=[SourceUpdate("a", SourceFile("a", 10, 99, "hash"))])
@@ -108,7 +108,7 @@ def test_version_2_gets_names_of_commits_and_keeps_what_it_knows(tmp_path: Path)
 
 
 @pytest.mark.parametrize("at", [0, 2, len(ADDED_COLUMNS)])
-def test_killed_while_it_is_brought_up_to_date_it_is_as_before(old: Path, open_kb: OpenKb, at: int) -> None:
+def test_killed_upgrade_leaves_the_old_version(old: Path, open_kb: OpenKb, at: int) -> None:
     before = shape(old / "corpus.sqlite3")
     killed = subprocess.run([sys.executable, "-c", _KILLED, old / "corpus.sqlite3", str(at)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -117,14 +117,14 @@ def test_killed_while_it_is_brought_up_to_date_it_is_as_before(old: Path, open_k
     assert (kb.num_documents, shape(old / "corpus.sqlite3")[0]) == (2, SCHEMA_VERSION)
 
 
-def test_killed_between_the_manifest_and_the_corpus(old: Path, open_kb: OpenKb) -> None:
+def test_upgrade_killed_between_manifest_and_corpus_is_completed(old: Path, open_kb: OpenKb) -> None:
     manifest = old / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 2'))
     assert open_kb(create=False).num_documents == 2
     assert shape(old / "corpus.sqlite3")[0] == SCHEMA_VERSION
 
 
-def test_tables_of_the_first_version_without_a_row_are_finished(tmp_path: Path) -> None:
+def test_incomplete_tables_of_version_1_are_completed(tmp_path: Path) -> None:
     """Version 1 made its tables in several transactions."""
     database = sqlite3.connect(tmp_path / "corpus.sqlite3")
     for statement in SCHEMA[:3]:
@@ -135,7 +135,7 @@ def test_tables_of_the_first_version_without_a_row_are_finished(tmp_path: Path) 
     corpus.close()
 
 
-def test_tables_of_the_future_are_refused_and_left_alone(tmp_path: Path) -> None:
+def test_tables_of_a_later_version_are_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
     Corpus(path).close()
     database = sqlite3.connect(path)

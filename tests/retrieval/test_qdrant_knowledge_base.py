@@ -31,7 +31,7 @@ def three(make_file: MakeFile, docs: Path) -> Path:
 
 
 def collection_of(kb: KnowledgeBase) -> QdrantIndex:
-    store = kb._indexes._dense
+    store = kb.indexes._dense
     assert isinstance(store, CollectionStore)
     return store._opened()
 
@@ -71,13 +71,13 @@ def test_a_collection_that_was_lost_is_made_again_by_the_first_search(
     with caplog.at_level(logging.WARNING):
         assert shown(again.search("rotate the keys", mode="dense")) == expected
     assert "missing or outdated; sending 3 chunks" in caplog.text
-    assert not again._indexes.needs_write()
+    assert not again.indexes.needs_write()
 
 
 def test_the_collection_stays_close_behind_a_long_add(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_WINDOW", 1)
+    monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 1)
     for number in range(4):
         make_file(f"{number}.md", f"# Note {number}\n\nThis is note number {number}.\n")
     kb = open_kb(CONFIG)
@@ -129,7 +129,7 @@ def test_add_checks_the_server_first_and_keeps_commits_when_it_fails(
     kb.close()
     again = open_kb(CONFIG)
     assert again.search("cats hunt", mode="dense").results[0].chunk.title == "Cats"
-    assert not again._indexes.needs_write()
+    assert not again.indexes.needs_write()
 
 
 def test_second_process_of_an_embedded_collection_is_refused(open_kb: OpenKb, three: Path) -> None:

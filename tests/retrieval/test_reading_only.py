@@ -48,7 +48,7 @@ def mounted_read_only(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("index", [IndexConfig(), IndexConfig(kind="ivf_pq", nlist=1, nbits=1, num_subquantizers=8)])
-def test_a_closed_knowledge_base_is_searched_and_nothing_is_written(
+def test_read_only_knowledge_base_is_searched_without_writing(
     open_kb: OpenKb, docs: Path, tmp_path: Path, index: IndexConfig
 ) -> None:
     (docs / "all.jsonl").write_text(
@@ -78,7 +78,7 @@ def test_a_closed_knowledge_base_is_searched_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_postings_that_are_not_there_are_made_among_the_temporary_files(
+def test_missing_postings_are_made_in_the_temporary_folder(
     three: Path, open_kb: OpenKb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
     kb = open_kb()
@@ -99,15 +99,15 @@ def test_postings_that_are_not_there_are_made_among_the_temporary_files(
             assert kb.digest() == digest
             assert {mode: kb.search("keys", mode=mode).results for mode in MODES} == expected
             assert {finding.problem[:20] for finding in kb.verify().findings} == {"the index is missing"}
-            assert "until then each process brings the indexes up to date" in warned[0]
+            assert "until then each process updates the indexes" in warned[0]
         else:
             assert kb.search("keys", mode="sparse").results == ()
-            assert "until then words find nothing" in warned[0]
+            assert "until then sparse searches find nothing" in warned[0]
         kb.close()
     assert len(warned) == 1 and not list(temporary.iterdir())
 
 
-def test_postings_for_which_the_disk_has_no_room_are_made_elsewhere_until_it_has(
+def test_postings_are_made_elsewhere_while_the_disk_is_full(
     three: Path, open_kb: OpenKb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(path: Path, content: bytes) -> None:
@@ -137,7 +137,7 @@ def warnings_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_who_may_not_write_sees_what_others_write(open_kb: OpenKb, docs: Path, tmp_path: Path) -> None:
+def test_read_only_reader_sees_changes_of_others(open_kb: OpenKb, docs: Path, tmp_path: Path) -> None:
     (docs / "keys.md").write_text("Rotate the keys of the vault.")
     kb = open_kb()
     kb.add([docs])
@@ -159,7 +159,7 @@ def test_who_may_not_write_sees_what_others_write(open_kb: OpenKb, docs: Path, t
             reader.close()
 
 
-def test_what_changes_while_it_is_read_is_not_believed(tmp_path: Path) -> None:
+def test_immutable_file_changed_during_a_read_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "kb"
     folder.mkdir()
     corpus = Corpus(folder / "corpus.sqlite3")

@@ -31,9 +31,7 @@ CALLS: dict[str, Callable[[KnowledgeBase, Path], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_call_says_that_the_folder_was_removed_and_makes_nothing_there(
-    open_kb: OpenKb, three: Path, call: str
-) -> None:
+def test_calls_on_a_removed_folder_fail_and_write_nothing(open_kb: OpenKb, three: Path, call: str) -> None:
     kb = open_kb()
     kb.add([three])
     kb.search("vault")
@@ -45,9 +43,7 @@ def test_every_call_says_that_the_folder_was_removed_and_makes_nothing_there(
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_knowledge_base_made_in_its_place_is_neither_read_nor_written(
-    open_kb: OpenKb, three: Path, call: str
-) -> None:
+def test_replacing_knowledge_base_is_neither_read_nor_written(open_kb: OpenKb, three: Path, call: str) -> None:
     old = open_kb()
     old.add([three])
     shutil.rmtree(old.path)
@@ -60,7 +56,7 @@ def test_a_knowledge_base_made_in_its_place_is_neither_read_nor_written(
     assert old.is_there is False and new.num_documents == 3
 
 
-def test_a_removal_under_an_add_stops_it_and_leaves_the_new_writers_note(
+def test_folder_removed_during_an_add_stops_it_and_keeps_the_new_writers_note(
     open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = open_kb(), WriteLock(three.parent / "kb", SystemClock())
@@ -77,7 +73,7 @@ def test_a_removal_under_an_add_stops_it_and_leaves_the_new_writers_note(
     new_writer.__exit__(None, None, None)
 
 
-def test_closing_a_replaced_corpus_leaves_the_log_of_the_new_one(tmp_path: Path) -> None:
+def test_closing_a_replaced_corpus_keeps_the_log_of_the_new_one(tmp_path: Path) -> None:
     """SQLite deletes the log by its name when the last connection closes, unless the file of that name is another."""
     path = tmp_path / CORPUS
     old = Corpus(path)

@@ -64,7 +64,7 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.mark.parametrize("num_since", [1, 3])
-def test_an_add_that_is_killed_after_restoring_leaves_no_index_of_before(place: Place, num_since: int) -> None:
+def test_killed_add_after_restoring_keeps_no_index_of_undone_commits(place: Place, num_since: int) -> None:
     place.add("first")
     place.back_up("backup")
     place.add("second", "third")
@@ -73,7 +73,7 @@ def test_an_add_that_is_killed_after_restoring_leaves_no_index_of_before(place: 
     place.check()
 
 
-def test_indexes_of_a_history_that_was_left_are_not_believed_by_the_other(place: Place) -> None:
+def test_indexes_of_an_undone_history_are_rebuilt(place: Place) -> None:
     place.add("first")
     place.back_up("early")
     place.add("second", "third", "fourth")
@@ -84,7 +84,7 @@ def test_indexes_of_a_history_that_was_left_are_not_believed_by_the_other(place:
     place.check()
 
 
-def test_what_was_made_before_commits_had_names_is_still_good(place: Place, tmp_path: Path) -> None:
+def test_indexes_made_before_commit_ids_are_still_valid(place: Place, tmp_path: Path) -> None:
     with place.opened() as (corpus, indexes):
         corpus.commit([document("first", 5, 1)])
         with corpus._writing() as connection:

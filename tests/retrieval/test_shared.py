@@ -19,7 +19,7 @@ pytestmark = pytest.mark.shared
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [PEPS, RUST_BOOK])
-def test_every_document_is_read_and_cut(folder: Path, embedder: Embedder) -> None:
+def test_every_shared_document_is_read_and_cut(folder: Path, embedder: Embedder) -> None:
     if not folder.is_dir():
         pytest.skip("needs the shared data")
     chunker = Chunker(embedder.tokenizer, 200, embedder.max_seq_length)
@@ -35,7 +35,7 @@ def test_every_document_is_read_and_cut(folder: Path, embedder: Embedder) -> Non
 
 
 @pytest.mark.slow
-def test_the_style_guide_is_found_by_what_it_is(open_kb: OpenKb) -> None:
+def test_style_guide_is_found_by_its_purpose(open_kb: OpenKb) -> None:
     if not PEPS.is_dir():
         pytest.skip("needs the shared data")
     kb = open_kb()

@@ -45,7 +45,7 @@ def kept(kb: KnowledgeBase) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_uploaded_can_be_found_and_has_a_path(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_uploaded_document_is_found_and_has_a_path(kb: KnowledgeBase, uploads: Uploads) -> None:
     [result] = add(uploads, notes__keys_md="# Keys\n\nRotate keys twice a year.\n")
 
     assert (result.name, result.outcome) == ("notes/keys.md", "added")
@@ -56,7 +56,7 @@ def test_what_is_uploaded_can_be_found_and_has_a_path(kb: KnowledgeBase, uploads
     assert uploads.name_of(info.document_id) == "notes/keys.md"
 
 
-def test_the_same_again_changes_nothing_and_something_else_replaces_it(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_repeated_upload_changes_nothing_and_a_changed_one_replaces(kb: KnowledgeBase, uploads: Uploads) -> None:
     add(uploads, a_txt="first")
     before = (kb.generation, os.stat(kb.path / "uploads/a.txt").st_mtime_ns)
 
@@ -69,7 +69,7 @@ def test_the_same_again_changes_nothing_and_something_else_replaces_it(kb: Knowl
     assert [chunk.text for chunk in kb.chunks_of(changed.documents[0].document_id)] == ["second"]
 
 
-def test_what_is_reported_is_on_the_disk_by_name(
+def test_reported_upload_is_synced_to_the_disk(
     kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -85,7 +85,7 @@ def test_what_is_reported_is_on_the_disk_by_name(
     assert (synced[0], set(synced[2:4]), synced[4]) == (".", {"uploads", "uploads/a"}, "uploads/a/b")
 
 
-def test_what_cannot_be_read_leaves_nothing_and_stops_nobody(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_unreadable_upload_leaves_nothing_and_does_not_stop_others(kb: KnowledgeBase, uploads: Uploads) -> None:
     good, bad = add(uploads, good_txt="good", bad_txt=b"\0\1\2")
 
     assert (good.outcome, bad.outcome, bad.documents) == ("added", "failed", ())
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_leaves_nothing_and_stops_nobody(kb: KnowledgeBase, 
     assert kept(kb) == {"good.txt": b"good"}
 
 
-def test_an_update_that_cannot_be_read_leaves_what_was_there(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_unreadable_update_keeps_the_old_file(kb: KnowledgeBase, uploads: Uploads) -> None:
     add(uploads, a_txt="before")
 
     [result] = add(uploads, a_txt=b"\0")
@@ -103,7 +103,7 @@ def test_an_update_that_cannot_be_read_leaves_what_was_there(kb: KnowledgeBase, 
     assert add(uploads, a_txt="before")[0].outcome == "unchanged"
 
 
-def test_who_finds_somebody_writing_leaves_no_trace(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_upload_during_another_write_leaves_nothing(kb: KnowledgeBase, uploads: Uploads) -> None:
     add(uploads, a_txt="before")
     with FileLock(kb.path / "write.lock"), pytest.raises(KnowledgeBaseBusyError):
         add(uploads, a_txt="after", b_txt="new")
@@ -113,7 +113,7 @@ def test_who_finds_somebody_writing_leaves_no_trace(kb: KnowledgeBase, uploads: 
     assert kept(kb) == {"a.txt": b"before"}
 
 
-def test_an_upload_that_is_refused_leaves_another_one_what_it_needs(
+def test_refused_upload_keeps_the_folder_of_a_concurrent_upload(
     kb: KnowledgeBase, uploads: Uploads, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(uploads, a_txt="before")
@@ -129,7 +129,7 @@ def test_an_upload_that_is_refused_leaves_another_one_what_it_needs(
     assert kept(kb) == {"a.txt": b"before"}
 
 
-def test_what_is_refused_never_stands_where_another_upload_is_being_read(
+def test_refused_upload_never_replaces_a_file_being_read(
     kb: KnowledgeBase, uploads: Uploads, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Uploads(open_kb())
@@ -142,7 +142,7 @@ def test_what_is_refused_never_stands_where_another_upload_is_being_read(
             documents.extend(load(path, config))
             return ""
 
-        monkeypatch.setattr(WriteLock, "_who", read)
+        monkeypatch.setattr(WriteLock, "_holder", read)
         with pytest.raises(KnowledgeBaseBusyError):
             add(other, a_txt="refused")
         return iter(documents)
@@ -154,7 +154,7 @@ def test_what_is_refused_never_stands_where_another_upload_is_being_read(
     assert kept(kb) == {"a.txt": b"accepted"}
 
 
-def test_what_is_being_removed_cannot_be_uploaded_before_its_file_is_gone(
+def test_upload_waits_until_a_removed_file_is_deleted(
     kb: KnowledgeBase, uploads: Uploads, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(uploads, a_txt="before")
@@ -173,7 +173,7 @@ def test_what_is_being_removed_cannot_be_uploaded_before_its_file_is_gone(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, StorageError, KeyboardInterrupt])
-def test_whatever_ends_an_upload_leaves_files_and_index_agreeing(
+def test_files_and_index_agree_after_a_failed_upload(
     kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     add(uploads, keep_md="version one")
@@ -190,9 +190,7 @@ def test_whatever_ends_an_upload_leaves_files_and_index_agreeing(
     assert [uploads.name_of(info.document_id) for info in kb.documents()] == ["first.md", "keep.md"]
 
 
-def test_what_has_its_place_and_was_not_indexed_is_indexed_by_the_same_again(
-    kb: KnowledgeBase, uploads: Uploads
-) -> None:
+def test_repeated_upload_indexes_a_file_left_by_a_killed_one(kb: KnowledgeBase, uploads: Uploads) -> None:
     """As a killed upload leaves it."""
     (kb.path / UPLOADS).mkdir()
     (kb.path / UPLOADS / "a.txt").write_text("one")
@@ -200,7 +198,7 @@ def test_what_has_its_place_and_was_not_indexed_is_indexed_by_the_same_again(
     assert add(uploads, a_txt="one")[0].outcome == "added"
 
 
-def test_an_upload_that_took_long_to_come_is_no_leftover(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_slow_upload_is_not_removed_as_leftover(kb: KnowledgeBase, uploads: Uploads) -> None:
     class Slow(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             for folder in (kb.path / "uploads/.incoming").iterdir():
@@ -211,7 +209,7 @@ def test_an_upload_that_took_long_to_come_is_no_leftover(kb: KnowledgeBase, uplo
     assert result.outcome == "added"
 
 
-def test_what_a_killed_upload_left_is_swept_by_the_next_writer(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_next_writer_removes_leftovers_of_killed_uploads(kb: KnowledgeBase, uploads: Uploads) -> None:
     hour_ago = time.time() - 3601
     for name, is_old in (("old", True), ("new", False)):
         folder = kb.path / "uploads/.incoming" / name
@@ -224,7 +222,7 @@ def test_what_a_killed_upload_left_is_swept_by_the_next_writer(kb: KnowledgeBase
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS])
-def test_a_full_or_failing_disk_is_no_fault_of_a_file(
+def test_disk_error_fails_the_whole_upload(
     kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     add(uploads, a_txt="before")
@@ -236,12 +234,12 @@ def test_a_full_or_failing_disk_is_no_fault_of_a_file(
         replace(old, new)
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(StorageError, match=r"b\.txt: cannot be kept"):
+    with pytest.raises(StorageError, match=r"b\.txt: cannot be stored"):
         add(uploads, a_txt="after", b_txt="new")
     assert kept(kb) == {"a.txt": b"before"}
 
 
-def test_removing_forgets_the_file_with_its_last_document(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_file_is_deleted_with_its_last_document(kb: KnowledgeBase, uploads: Uploads) -> None:
     [result] = add(uploads, deep__er__a_jsonl='{"_id": "1", "text": "one"}\n{"_id": "2", "text": "two"}\n')
     first, second = result.documents
 
@@ -253,7 +251,7 @@ def test_removing_forgets_the_file_with_its_last_document(kb: KnowledgeBase, upl
         uploads.remove(second.document_id)
 
 
-def test_uploaded_files_go_with_their_last_documents_whoever_removes_them(
+def test_remove_all_deletes_uploaded_files_with_their_last_documents(
     kb: KnowledgeBase, uploads: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = tmp_path / "outside.txt"
@@ -281,9 +279,7 @@ def test_uploaded_files_go_with_their_last_documents_whoever_removes_them(
     assert kept(kb) == {"c.txt": b"four"} and kb.verify().is_clean
 
 
-def test_files_from_elsewhere_stay_and_folders_are_no_names(
-    kb: KnowledgeBase, uploads: Uploads, tmp_path: Path
-) -> None:
+def test_other_files_stay_and_folders_are_not_upload_names(kb: KnowledgeBase, uploads: Uploads, tmp_path: Path) -> None:
     outside = tmp_path / "outside.txt"
     outside.write_text("outside")
     kb.add([outside])
@@ -322,16 +318,16 @@ TRICKS = [
 ]
 
 
-def test_names_that_are_tricks_are_refused_before_anything_is_written(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_dangerous_names_are_refused_before_anything_is_written(kb: KnowledgeBase, uploads: Uploads) -> None:
     for name in TRICKS:
-        with pytest.raises(UsageError, match="is no path like"):
+        with pytest.raises(UsageError, match="must be a relative path such as"):
             uploads.add([("good.txt", io.BytesIO(b"good")), (name, io.BytesIO(b"bad"))])
 
     assert not (kb.path / UPLOADS).exists() and kb.num_documents == 0
 
 
 @given(st.text(max_size=40) | st.text(alphabet="./\\a #\0", max_size=12))
-def test_a_name_that_is_taken_leads_below_the_folder(name: str) -> None:
+def test_allowed_name_leads_below_the_folder(name: str) -> None:
     try:
         taken = checked_name(name)
     except UsageError:
@@ -341,9 +337,7 @@ def test_a_name_that_is_taken_leads_below_the_folder(name: str) -> None:
     assert checked_name(taken) == taken
 
 
-def test_a_file_that_describes_another_one_and_was_uploaded_once_goes_on_doing_so_until_it_is_removed(
-    kb: KnowledgeBase, uploads: Uploads
-) -> None:
+def test_sidecar_uploaded_by_an_earlier_version_counts_until_removed(kb: KnowledgeBase, uploads: Uploads) -> None:
     beside = kb.path / UPLOADS / "a.txt.metadata.json"
     beside.parent.mkdir()
     beside.write_text('{"year": 2021}')
@@ -355,7 +349,7 @@ def test_a_file_that_describes_another_one_and_was_uploaded_once_goes_on_doing_s
     assert add(uploads, a_txt="one")[0].documents[0].metadata == {} and kb.verify().is_clean
 
 
-def test_links_are_not_followed(kb: KnowledgeBase, uploads: Uploads, tmp_path: Path) -> None:
+def test_links_below_uploads_are_not_followed(kb: KnowledgeBase, uploads: Uploads, tmp_path: Path) -> None:
     (kb.path / UPLOADS).mkdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -368,7 +362,7 @@ def test_links_are_not_followed(kb: KnowledgeBase, uploads: Uploads, tmp_path: P
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_file_and_a_folder_of_one_name_exclude_each_other(kb: KnowledgeBase, uploads: Uploads) -> None:
+def test_file_and_folder_of_the_same_name_exclude_each_other(kb: KnowledgeBase, uploads: Uploads) -> None:
     add(uploads, a_txt="a", b__c_txt="c")
 
     results = add(uploads, a_txt__b_txt="in a file", b="over a folder")
@@ -377,14 +371,12 @@ def test_a_file_and_a_folder_of_one_name_exclude_each_other(kb: KnowledgeBase, u
     assert kept(kb) == {"a.txt": b"a", "b/c.txt": b"c"}
 
 
-def test_two_files_of_one_name_are_a_mistake(uploads: Uploads) -> None:
+def test_two_files_of_the_same_name_are_refused(uploads: Uploads) -> None:
     with pytest.raises(UsageError, match="same name"):
         uploads.add([("cafe\u0301.md", io.BytesIO(b"a")), ("caf\u00e9.md", io.BytesIO(b"b"))])
 
 
-def test_verify_finds_uploaded_files_that_the_index_does_not_know_or_knows_otherwise(
-    kb: KnowledgeBase, uploads: Uploads
-) -> None:
+def test_verify_finds_unindexed_and_changed_uploads(kb: KnowledgeBase, uploads: Uploads) -> None:
     records = '{"_id": "1", "text": "one"}\n{"_id": "2", "text": "two"}\n'
     [_, _, of_records] = add(uploads, a_txt="as indexed", b_txt="before", c_jsonl=records)
     uploads.remove(of_records.documents[0].document_id)

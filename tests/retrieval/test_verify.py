@@ -1,4 +1,4 @@
-"""`stillroom verify`: damage of every kind is found, said, and repaired where it can be; what is whole is clean."""
+"""`stillroom verify`: damage of every kind is found, reported and repaired if possible; undamaged data is clean."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def embedder() -> SmallEmbedder:
 @pytest.fixture(autouse=True)
 def small(embedder: SmallEmbedder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knowledge_base, "Embedder", lambda *_: embedder)
-    monkeypatch.setattr(ingest, "_WINDOW", 40)
+    monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 40)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def sql(*statements: str) -> Damage:
 
 
 def flipped(pattern: str, at: float = 0.5) -> Damage:
-    """One byte of a file is another."""
+    """Flip one byte of a file."""
 
     def damage(kb: Path) -> None:
         path = max(kb.glob(pattern), key=lambda one: one.stat().st_size)
@@ -92,7 +92,7 @@ def removed(pattern: str) -> Damage:
 
 
 def dense_arrays(change: Callable[[Arrays], None]) -> Damage:
-    """A dense index of good form that says something else."""
+    """Make a valid dense index with other content."""
 
     def damage(kb: Path) -> None:
         with np.load(kb / "dense.npz") as found:
@@ -153,7 +153,7 @@ def change_posting(kb: Path) -> None:
 
 
 def damage_sqlite_index(kb: Path) -> None:
-    """A row that an index of SQLite's own does not have."""
+    """Make a row that is missing in one of SQLite's own indexes."""
     database = sqlite3.connect(kb / "corpus.sqlite3", isolation_level=None)
     row = database.execute("SELECT * FROM sqlite_master WHERE name = 'vectors_by_generation'").fetchone()
     database.execute("PRAGMA writable_schema = ON")
@@ -178,11 +178,17 @@ def damage_points(kb: Path) -> None:
 
 ONE = "(SELECT chunk_id FROM chunks ORDER BY chunk_id LIMIT 1)"
 DAMAGES: dict[str, tuple[str, Damage, str, str, int]] = {
-    # kind of index, what is done, part and words of the finding, documents that it costs
+    # kind of index, damage, part and words of the finding, number of documents lost
     "a lost chunk": ("flat", sql(f"DELETE FROM chunks WHERE chunk_id = {ONE}"), "corpus", "not whole", 1),
     "a changed text": ("flat", sql(f"UPDATE chunks SET text = 'x' WHERE chunk_id = {ONE}"), "corpus", "not whole", 1),
-    "a lost document": ("flat", sql("DELETE FROM documents WHERE rowid = 4"), "corpus", "chunks of no document", 1),
-    "a lost vector": ("flat", sql(f"DELETE FROM vectors WHERE chunk_id = {ONE}"), "vectors", "without a vector", 0),
+    "a lost document": ("flat", sql("DELETE FROM documents WHERE rowid = 4"), "corpus", "chunks without a document", 1),
+    "a lost vector": (
+        "flat",
+        sql(f"DELETE FROM vectors WHERE chunk_id = {ONE}"),
+        "vectors",
+        "missing or invalid vector",
+        0,
+    ),
     "a short vector": (
         "flat",
         sql(f"UPDATE vectors SET vector = substr(vector, 5) WHERE chunk_id = {ONE}"),
@@ -194,23 +200,23 @@ DAMAGES: dict[str, tuple[str, Damage, str, str, int]] = {
         "hnsw",
         sql(f"UPDATE vectors SET vector = zeroblob(64) WHERE chunk_id = {ONE}"),
         "vectors",
-        "without a vector",
+        "missing or invalid vector",
         0,
     ),
-    "a lone vector": (
+    "an orphan vector": (
         "flat",
         sql("INSERT INTO vectors SELECT 99, 1, vector FROM vectors LIMIT 1"),
         "vectors",
-        "vectors of no chunk",
+        "vectors without a chunk",
         0,
     ),
-    "a living dead": ("flat", sql(f"INSERT INTO tombstones VALUES ({ONE}, 1)"), "corpus", "contradicts", 0),
+    "a false tombstone": ("flat", sql(f"INSERT INTO tombstones VALUES ({ONE}, 1)"), "corpus", "contradicts", 0),
     "a generation gone back": ("flat", sql("UPDATE state SET generation = 1"), "corpus", "contradicts", 0),
     "an index of SQLite's own": ("flat", damage_sqlite_index, "corpus", "SQLite's own check", 0),
     "no dense index": ("flat", removed("dense.npz"), "dense", "missing", 0),
     "a flipped byte of vectors": ("ivf_pq", flipped("dense.npz"), "dense", "damaged", 0),
-    "a dense index that lacks two": ("flat", dense_arrays(lose_two), "dense", "not in the index", 0),
-    "a dense index with one more": ("flat", dense_arrays(add_one), "dense", "SQLite does not have", 0),
+    "a dense index without two chunks": ("flat", dense_arrays(lose_two), "dense", "not in the index", 0),
+    "a dense index with an extra chunk": ("flat", dense_arrays(add_one), "dense", "SQLite does not have", 0),
     "a graph with other ids": ("hnsw", dense_arrays(swap_ids), "dense", "other vectors", 0),
     "a flipped byte of a list": ("tiered", flipped("dense.lists", 0.15), "dense", "damaged", 0),
     "a flipped byte of full vectors": ("tiered", flipped("dense.lists", 0.5), "dense", "damaged", 0),
@@ -219,7 +225,7 @@ DAMAGES: dict[str, tuple[str, Damage, str, str, int]] = {
     "a flipped byte of terms": ("flat", flipped("sparse/*.term"), "sparse", "checksum", 0),
     "a flipped byte of postings": ("flat", flipped("sparse/*.idx"), "sparse", "checksum", 0),
     "a lost posting": ("flat", lose_posting, "sparse", "not in the index", 0),
-    "a posting of nothing": (
+    "a posting without a chunk": (
         "flat",
         in_postings(lambda writer: writer.add_document(posting(99, "ghost"))),
         "sparse",
@@ -232,28 +238,28 @@ DAMAGES: dict[str, tuple[str, Damage, str, str, int]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_knowledge_base_is_clean(made: Callable[[str], Path], kind: str) -> None:
-    told: list[tuple[int, int]] = []
+def test_undamaged_knowledge_base_is_clean(made: Callable[[str], Path], kind: str) -> None:
+    steps: list[tuple[int, int]] = []
     with KnowledgeBase.open(made(kind), config(kind)) as kb:
-        report = kb.verify(progress=lambda done, total: told.append((done, total)))
+        report = kb.verify(progress=lambda done, total: steps.append((done, total)))
     assert report.is_clean and report.findings == ()
     assert (report.num_documents, report.num_chunks) == (NUM_FILES + 6, 126)
-    assert told == sorted(told) and told[-1] == (3 * 126, 3 * 126)
+    assert steps == sorted(steps) and steps[-1] == (3 * 126, 3 * 126)
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_is_found_said_and_repaired(made: Callable[[str], Path], templates: Path, name: str) -> None:
+def test_damage_is_found_reported_and_repaired(made: Callable[[str], Path], templates: Path, name: str) -> None:
     kind, damage, part, words, num_lost = DAMAGES[name]
     folder = made(kind)
     before = oracle.documents(folder)
     damage(folder)
     with KnowledgeBase.open(folder, config(kind)) as kb:
         found = kb.verify()
-        assert [part, True] in [[one.part, words in one.problem] for one in found.findings], found
-        assert not any(one.is_repaired for one in found.findings)
-        assert kb.verify().findings == found.findings, "looking changes nothing"
+        assert [part, True] in [[finding.part, words in finding.problem] for finding in found.findings], found
+        assert not any(finding.is_repaired for finding in found.findings)
+        assert kb.verify().findings == found.findings, "verify without repair changes nothing"
         repaired = kb.verify(repair=True)
-        assert all(one.is_repaired for one in repaired.findings), repaired
+        assert all(finding.is_repaired for finding in repaired.findings), repaired
         assert kb.verify().is_clean
         assert kb.num_documents == len(before) - num_lost
         for mode in ("dense", "sparse"):
@@ -262,14 +268,14 @@ def test_damage_is_found_said_and_repaired(made: Callable[[str], Path], template
     with KnowledgeBase.open(folder, config(kind)) as kb:
         kb.add([templates / "docs"])
         assert kb.verify().is_clean
-        assert all(info.metadata.get("team") == "legal" for info in kb.documents()), "what was said of files is kept"
+        assert all(info.metadata.get("team") == "legal" for info in kb.documents()), "given metadata is kept"
     after = oracle.documents(folder)
     assert {key: value[:2] for key, value in after.items()} == {key: value[:2] for key, value in before.items()}
     vectors = oracle.vectors(after)
     assert vectors.keys() == oracle.vectors(before).keys()
 
 
-def test_an_interrupted_writer_leaves_a_finding_and_no_harm(made: Callable[[str], Path], templates: Path) -> None:
+def test_index_behind_sqlite_is_reported_and_updated_by_a_search(made: Callable[[str], Path], templates: Path) -> None:
     folder = made("flat")
     old = {name: (folder / name).read_bytes() for name in ("dense.npz",)}
     with KnowledgeBase.open(folder, config("flat")) as kb:
@@ -278,12 +284,12 @@ def test_an_interrupted_writer_leaves_a_finding_and_no_harm(made: Callable[[str]
         (folder / name).write_bytes(content)
     with KnowledgeBase.open(folder, config("flat")) as kb:
         (finding,) = kb.verify().findings
-        assert "behind SQLite, 1 commits" in finding.problem and "nothing is lost" in finding.meaning
+        assert "behind SQLite by 1 commits" in finding.problem and "nothing is lost" in finding.meaning
         kb.search("stones")
-        assert kb.verify().is_clean, "a search has brought it up to date"
+        assert kb.verify().is_clean, "the search has updated it"
 
 
-def test_what_cannot_be_repaired_is_said_and_left_alone(made: Callable[[str], Path]) -> None:
+def test_unrepairable_damage_is_reported_and_left_unchanged(made: Callable[[str], Path]) -> None:
     folder = made("flat")
     path = folder / "corpus.sqlite3"
     with sqlite3.connect(path) as database:
@@ -301,7 +307,7 @@ def test_what_cannot_be_repaired_is_said_and_left_alone(made: Callable[[str], Pa
     assert (folder / "dense.npz").exists() and (folder / "sparse" / "meta.json").exists()
 
 
-def test_nobody_writes_meanwhile_and_another_embedder_repairs_nothing(made: Callable[[str], Path]) -> None:
+def test_verify_holds_the_write_lock_and_needs_the_same_embedder_to_repair(made: Callable[[str], Path]) -> None:
     folder = made("flat")
     sql(f"DELETE FROM vectors WHERE chunk_id = {ONE}")(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -320,7 +326,7 @@ def test_nobody_writes_meanwhile_and_another_embedder_repairs_nothing(made: Call
             kb.verify(repair=True)
 
 
-def test_on_the_command_line(
+def test_verify_command_reports_and_repairs(
     made: Callable[[str], Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -330,14 +336,18 @@ def test_on_the_command_line(
     assert clean.code == 0 and "36 documents, 126 chunks checked in" in clean.out and "no findings" in clean.out
     sql(f"DELETE FROM vectors WHERE chunk_id = {ONE}")(folder)
     found = run("verify", "--kb", folder)
-    assert found.code == 1 and "vectors: chunks without a vector" in found.out and "embeds their texts" in found.out
+    assert (
+        found.code == 1
+        and "vectors: chunks with a missing or invalid vector" in found.out
+        and "embeds their texts" in found.out
+    )
     as_json = run("verify", "--kb", folder, "--json", "--repair")
     assert as_json.code == 1 and as_json.json["num_repaired"] == as_json.json["num_findings"] >= 1
     assert run("verify", "--kb", folder, "--json").json["findings"] == []
     assert run("verify", "--kb", tmp_path / "none").code == 2
 
 
-def test_a_backup_taken_while_documents_are_added_is_whole(templates: Path, tmp_path: Path) -> None:
+def test_backup_taken_during_an_add_is_whole(templates: Path, tmp_path: Path) -> None:
     copies: list[Path] = []
 
     def back_up(_: object) -> None:
@@ -364,7 +374,7 @@ def test_a_backup_taken_while_documents_are_added_is_whole(templates: Path, tmp_
     assert len(set(counts)) > 0 and counts == sorted(counts)
 
 
-def test_every_test_that_the_page_names_is_there() -> None:
+def test_tests_named_in_durability_page_exist() -> None:
     root = Path(__file__).resolve().parents[2]
     named = set(re.findall(r"`(test_\w+)`", (root / "docs" / "durability.md").read_text()))
     there = {

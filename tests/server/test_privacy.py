@@ -21,7 +21,7 @@ ROUTE = "/v1/documents"
     ("message", "shown"),
     [
         ("/srv/kb/manifest.json is missing", "manifest.json is missing"),
-        ("somebody else is writing to /srv/kb: process 4 (add)", "somebody else is writing to kb: process 4 (add)"),
+        ("another process is writing to /srv/kb: process 4 (add)", "another process is writing to kb: process 4 (add)"),
         ("make one with: stillroom add PATH --kb /srv/kb", "make one with: stillroom add PATH --kb kb"),
         ("'/srv/kb/a.md' and (/srv/kb/b.md)", "'a.md' and (b.md)"),
         ("GET /v1/documents lists what there is; and/or http://127.0.0.1:8321/readyz", None),

@@ -241,7 +241,7 @@ def _dense_search(kb: KnowledgeBase, lists: Any | None, num: int) -> Callable[[N
 
     Lists on disk are searched in their RAM copy. Scoring with full vectors counts as the rest of a search.
     """
-    index, effort = kb.dense_index(), kb.search_effort()
+    index, effort = kb.indexes.current()[0], kb.indexes.effort()
     if lists is None or not isinstance(index, TieredIvfPqIndex):
         return lambda query: index.search(query, num, effort)
     nprobe, num_fetched = _nprobe(kb, lists), num * max(1, kb.index_config.refine)
@@ -255,7 +255,7 @@ def _dense_search(kb: KnowledgeBase, lists: Any | None, num: int) -> Callable[[N
 
 
 def _nprobe(kb: KnowledgeBase, lists: Any) -> int:
-    return min(kb.search_effort() or kb.index_config.nprobe, int(lists.nlist))
+    return min(kb.indexes.effort() or kb.index_config.nprobe, int(lists.nlist))
 
 
 def lists_of(kb: KnowledgeBase) -> Any | None:
@@ -263,7 +263,7 @@ def lists_of(kb: KnowledgeBase) -> Any | None:
 
     None for other kinds, and before training.
     """
-    index = kb.dense_index()
+    index = kb.indexes.current()[0]
     if isinstance(index, TieredIvfPqIndex):
         if not index.is_trained:
             return None

@@ -34,7 +34,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
 from stillroom.retrieval.vector_index import NUM_STAGES
-from stillroom.retrieval.verify.report import Tell, VerifyReport
+from stillroom.retrieval.verify.report import OnProgress, VerifyReport
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -78,7 +78,7 @@ class Stillroom:
         """The request log: past questions and their answers."""
         if shared is None:
             metrics.watch(lambda: loader.backend.readings() if loader.backend else {})
-            metrics.watch(lambda: {} if (figures := kb.list_figures) is None else figures.readings())
+            metrics.watch(lambda: {} if (figures := kb.indexes.list_figures) is None else figures.readings())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
         self._closing = Closing(self, loader, metrics, (self._traces.close, kb.close), kb.path)
         self._owner: Stillroom | None = None
@@ -121,7 +121,7 @@ class Stillroom:
             KnowledgeBaseError: there is none and `create` is false, or it cannot be used as it is.
             ConfigError: with the first question, if the engine is a server elsewhere.
         """
-        kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, like=self._kb)
+        kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, weights_of=self._kb)
         shared = SharedBackend(self._loader, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
         stillroom = Stillroom(kb, self.config, self.metrics, self._clock, shared)
         stillroom._owner = self  # keeps the owner open
@@ -180,7 +180,7 @@ class Stillroom:
         """Like `documents`, but ordered by public id (`core.ids.public_id`) and with uploaded files that are not
         indexed."""
         not_indexed = [info for info in self.uploads.not_indexed() if info.document_id > after]
-        documents = [*self._kb.public_documents(after, limit), *not_indexed]
+        documents = [*self._kb.corpus.public_documents(after, limit), *not_indexed]
         return sorted(documents, key=lambda info: public_id(info.document_id))[:limit]
 
     def upload(
@@ -238,7 +238,7 @@ class Stillroom:
         """
         return self._kb.digest()
 
-    def verify(self, *, repair: bool = False, progress: Tell | None = None) -> VerifyReport:
+    def verify(self, *, repair: bool = False, progress: OnProgress | None = None) -> VerifyReport:
         """Check that SQLite, vectors and postings are complete and agree; with `repair`, make them agree. See
         `KnowledgeBase.verify`."""
         with self._changing():
@@ -377,7 +377,7 @@ class Stillroom:
     def list_figures(self) -> ListFigures | None:
         """Figures of an index with lists in RAM and on disk; None without `index.hot_bytes`, and before the first
         search."""
-        return self._kb.list_figures
+        return self._kb.indexes.list_figures
 
     @property
     def num_blocks(self) -> int:

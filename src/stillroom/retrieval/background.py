@@ -1,4 +1,4 @@
-"""Jobs beside the searches, one after the other in a thread that starts with the first."""
+"""A thread for background jobs, one at a time; it starts with the first job."""
 
 import logging
 from collections.abc import Callable
@@ -9,33 +9,32 @@ logger = logging.getLogger(__name__)
 
 
 class Background:
-    """Thread-safe."""
+    """Runs jobs in a thread called `name`. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the thread."""
         self._name = name
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._is_closed = False
 
     def run(self, job: Callable[[], None]) -> None:
-        """Do a job soon, unless this is closed. One that fails is logged."""
+        """Queue a job, unless this is closed. An exception of the job is logged."""
         with self._lock:
             if self._is_closed:
                 return
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-            self._pool.submit(job).add_done_callback(_tell)
+            self._pool.submit(job).add_done_callback(_log_failure)
 
     def close(self) -> None:
-        """Wait for the jobs there are, and take no more. Idempotent."""
+        """Refuse new jobs and wait for the queued ones. Idempotent."""
         with self._lock:
             self._is_closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
 
-def _tell(done: "Future[None]") -> None:
+def _log_failure(done: "Future[None]") -> None:
     error = done.exception()
     if error is not None:
-        logger.error("a job beside the searches failed", exc_info=error)
+        logger.error("a background job failed", exc_info=error)

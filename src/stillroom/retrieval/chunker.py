@@ -1,7 +1,7 @@
-"""Documents to chunks that the embedder reads whole.
+"""Cuts documents into chunks that fit the embedder.
 
-A chunk never spans two heading paths and never exceeds the token limit; no word is lost, and none is cut unless it is
-longer than a chunk by itself. Same document, tokenizer and limit: same chunks.
+A chunk never spans two heading paths and never exceeds the token limit. No word is lost, and only words longer than a
+chunk are cut. The same document, tokenizer and limit give the same chunks.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from stillroom.core.panics import panics_as_errors
 from stillroom.errors import ConfigError
 
 _MAX_CHARS_PER_TOKEN = 16
-"""A tokenizer may call a very long word one token; for the limit, no token counts for more characters than this."""
+"""A tokenizer may make one token of a very long word; the limit counts at least one token for this many characters."""
 
 _MAX_HEADING_SHARE = 4
-"""Title and heading path each take at most one part in so many of what the embedder reads."""
+"""Title and heading path may each take 1/4 of the embedder's tokens."""
 
 _MIN_HEADING_CHARS = 8
 """A heading is not shortened below this; outer headings are dropped instead."""
@@ -30,16 +30,15 @@ _MIN_HEADING_CHARS = 8
 _SPECIAL_TOKENS = 2
 
 _MAX_STRETCH_CHARS = 1 << 16
-"""A paragraph is tokenised in stretches of at most so many characters: the tokens of a whole log without a blank line
-would fill the memory."""
+"""A paragraph is tokenised in stretches of at most this size, to bound the memory for logs without blank lines."""
 
-# where a paragraph may be cut, best first: after a sentence, at a line end, between words
+# places to cut a paragraph, best first: after a sentence, at a line end, between words
 _CUTS = tuple(re.compile(pattern) for pattern in (r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+|\n\s*\n", r"\n+", r"\s+"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A whole paragraph, or a part of one that was too long."""
+    """A paragraph, or a part of a long paragraph."""
 
     text: str
     num_tokens: int
@@ -50,13 +49,11 @@ class _Piece:
 
 
 class Chunker:
-    """Cuts documents; holds no state besides the tokenizer."""
-
     def __init__(self, tokenizer: Tokenizer, max_tokens: int, max_seq_length: int) -> None:
         """Args:
-            tokenizer: the embedder's, without truncation.
-            max_tokens: most tokens in a chunk's text.
-            max_seq_length: what the embedder reads: heading, text and special tokens.
+            tokenizer: The embedder's tokenizer, without truncation.
+            max_tokens: Maximum number of tokens in a chunk's text.
+            max_seq_length: Maximum number of tokens of the embedder: heading, text and special tokens.
 
         Raises:
             ConfigError: max_tokens is less than 8.
@@ -69,36 +66,34 @@ class Chunker:
 
     @panics_as_errors("the tokenizer")
     def chunks(self, document: Document) -> list[Chunk]:
-        """The document's chunks in reading order."""
+        """Return the document's chunks in reading order."""
         return list(self.each_chunk(document))
 
     def token_counts(self, document: Document) -> Iterator[int]:
-        """Tokens of each stretch of the document's text; far quicker than cutting it."""
+        """Yield the number of tokens of each stretch of text; much faster than cutting."""
         for paragraph in document.paragraphs:
-            yield from (self._count(one.text) for one in _stretches(paragraph, _MAX_STRETCH_CHARS))
+            yield from (self._count(stretch.text) for stretch in _stretches(paragraph, _MAX_STRETCH_CHARS))
 
     def each_chunk(self, document: Document) -> Iterator[Chunk]:
-        """`chunks` one by one: the caller can stop in between."""
+        """Yield the chunks one by one, so that the caller can stop in between."""
         title, *_ = self._fit((document.title,))
         paragraphs = document.paragraphs
-        if title != document.title:  # a title too long to be a heading is text too: nothing is lost
+        if title != document.title:  # a shortened title becomes text too, so that no word is lost
             paragraphs = (Paragraph(document.title), *paragraphs)
         ordinals = itertools.count()
         for path, group in itertools.groupby(paragraphs, key=lambda paragraph: paragraph.heading_path):
             heading = self._fit(path)
             if heading != path:
                 group = itertools.chain([Paragraph(" > ".join(path), path)], group)
-            draft = Chunk(
-                ChunkId(0), document.document_id, 0, "", title, heading, record_id=document.record_id
-            )  # fmt: skip
-            limit = min(self.max_tokens, self._max_read - self._count(draft.heading))
+            template = Chunk(ChunkId(0), document.document_id, 0, "", title, heading, record_id=document.record_id)
+            limit = min(self.max_tokens, self._max_read - self._count(template.heading))
             for piece in self._pack((piece for paragraph in group for piece in self._pieces(paragraph, limit)), limit):
-                yield self._chunk(draft, next(ordinals), piece)
+                yield self._chunk(template, next(ordinals), piece)
 
-    def _chunk(self, draft: Chunk, ordinal: int, piece: _Piece) -> Chunk:
+    def _chunk(self, template: Chunk, ordinal: int, piece: _Piece) -> Chunk:
         return dataclasses.replace(
-            draft,
-            chunk_id=chunk_id_of(draft.document_id, ordinal, piece.text),
+            template,
+            chunk_id=chunk_id_of(template.document_id, ordinal, piece.text),
             ordinal=ordinal,
             text=piece.text,
             num_tokens=self._count(piece.text),
@@ -112,8 +107,7 @@ class Chunker:
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _fit(self, parts: tuple[str, ...]) -> tuple[str, ...]:
-        """Headings within their share of what the embedder reads: the longest is shortened first, then the outermost
-        dropped."""
+        """Shorten headings to their share of the embedder's tokens: the longest first, then drop the outermost."""
         while parts and self._is_too_long(" > ".join(parts)):
             longest = max(range(len(parts)), key=lambda index: len(parts[index]))
             shorter = parts[longest][: len(parts[longest]) * 3 // 4].rstrip(". ")
@@ -127,7 +121,7 @@ class Chunker:
         return len(heading) > _MAX_STRETCH_CHARS or self._count(heading) > self._max_read // _MAX_HEADING_SHARE
 
     def _pack(self, pieces: Iterable[_Piece], limit: int) -> Iterator[_Piece]:
-        """Join neighbours while they fit."""
+        """Join adjacent pieces while they fit."""
         run: list[_Piece] = []
         for piece in pieces:
             if run and sum(other.num_tokens for other in run) + piece.num_tokens > limit:
@@ -140,30 +134,30 @@ class Chunker:
     def _join(self, run: list[_Piece], limit: int) -> list[_Piece]:
         text = "\n\n".join(piece.text for piece in run)
         num_tokens = self._count(text)
-        if num_tokens > limit:  # tokenizers whose tokens span blank lines do not add up
+        if num_tokens > limit:  # a tokenizer whose tokens span blank lines
             return run
         pages = [page for piece in run for page in (piece.start_page, piece.end_page) if page] or [0]
         end_line = max(piece.end_line for piece in run)
         return [_Piece(text, num_tokens, run[0].start_line, end_line, min(pages), max(pages))]
 
     def _pieces(self, paragraph: Paragraph, limit: int) -> Iterator[_Piece]:
-        """The paragraph itself if it fits, else its parts, each within `limit`."""
+        """Yield the paragraph if it fits, otherwise parts of at most `limit` tokens."""
         for stretch in _stretches(paragraph, max(_MAX_STRETCH_CHARS, limit * _MAX_CHARS_PER_TOKEN)):
             yield from self._pieces_of(stretch, limit)
 
     def _pieces_of(self, paragraph: Paragraph, limit: int) -> list[_Piece]:
         text = paragraph.text
-        measure = _Measure(text, self._tokenizer)
-        total = measure.cost(0, len(text))
+        splitter = _TextSplitter(text, self._tokenizer)
+        total = splitter.cost(0, len(text))
         if total <= limit:
             return [_piece_of(paragraph, 0, len(text), total)] if text.strip() else []
         num_parts = -(-total // limit)
-        spans = measure.split(0, len(text), limit, target=-(-total // num_parts))
-        return [_piece_of(paragraph, start, end, measure.cost(start, end)) for start, end in spans]
+        spans = splitter.split(0, len(text), limit, target=-(-total // num_parts))
+        return [_piece_of(paragraph, start, end, splitter.cost(start, end)) for start, end in spans]
 
 
 def _stretches(paragraph: Paragraph, max_chars: int) -> Iterator[Paragraph]:
-    """A paragraph in parts of at most `max_chars` characters, each with the lines it stands on."""
+    """Yield a paragraph in parts of at most `max_chars` characters, each with its lines."""
     text, start, line = paragraph.text, 0, paragraph.start_line
     if len(text) <= max_chars:
         yield paragraph
@@ -180,8 +174,7 @@ def _stretches(paragraph: Paragraph, max_chars: int) -> Iterator[Paragraph]:
 
 
 def _end_of_stretch(text: str, start: int, max_chars: int) -> int:
-    """Behind a line where one ends in the second half, else between words; inside a word only if it is longer than a
-    stretch."""
+    """Return the end of a stretch: a line end in its second half, else between words, else within a long word."""
     end = start + max_chars
     if end >= len(text):
         return len(text)
@@ -194,8 +187,7 @@ def _end_of_stretch(text: str, start: int, max_chars: int) -> int:
 
 
 def _piece_of(paragraph: Paragraph, start: int, end: int, num_tokens: int) -> _Piece:
-    """A stretch of a paragraph, with the lines it stands on if the paragraph keeps those of its file, else all of the
-    paragraph's, and with its pages."""
+    """Return a span of a paragraph with its pages and its lines, or all lines of the paragraph if they are unknown."""
     text, first, last = paragraph.text, paragraph.start_line, paragraph.end_line
     if _keeps_lines(paragraph):
         first, last = (paragraph.start_line + text.count("\n", 0, place) for place in (start, end))
@@ -203,12 +195,12 @@ def _piece_of(paragraph: Paragraph, start: int, end: int, num_tokens: int) -> _P
 
 
 def _keeps_lines(paragraph: Paragraph) -> bool:
-    """Whether its text has the line breaks of its file."""
+    """Return whether the text has the line breaks of its file."""
     return paragraph.text.count("\n") == paragraph.end_line - paragraph.start_line
 
 
-class _Measure:
-    """How much of a limit each stretch of one text takes."""
+class _TextSplitter:
+    """Splits one text into spans within a token limit."""
 
     def __init__(self, text: str, tokenizer: Tokenizer) -> None:
         self._text = text
@@ -216,12 +208,12 @@ class _Measure:
         self._starts = [start for start, _ in tokenizer.encode(text, add_special_tokens=False).offsets]
 
     def cost(self, start: int, end: int) -> int:
-        """Tokens that begin in [start, end), or more where tokens are very long."""
+        """Return the number of tokens that begin in [start, end), or more if tokens are very long."""
         num_tokens = bisect_left(self._starts, end) - bisect_left(self._starts, start)
         return max(num_tokens, -(-(end - start) // _MAX_CHARS_PER_TOKEN))
 
     def split(self, start: int, end: int, limit: int, target: int, level: int = 0) -> list[tuple[int, int]]:
-        """Spans of at most `limit`, cut as gently as possible; a span is complete once it reaches `target`."""
+        """Return spans of at most `limit` tokens, cut at the best places; a span ends once it reaches `target`."""
         if level == len(_CUTS):
             return list(self._cut_word(start, end, limit))
         spans: list[tuple[int, int]] = []
@@ -236,7 +228,7 @@ class _Measure:
         return spans
 
     def _parts(self, start: int, end: int, level: int) -> Iterator[tuple[int, int]]:
-        """What stands between the cuts of one level, blank parts left out."""
+        """Yield the parts between the cuts of one level, without blank parts."""
         first = start
         for cut in _CUTS[level].finditer(self._text, start, end):
             if self._text[first : cut.start()].strip():
@@ -246,7 +238,7 @@ class _Measure:
             yield first, end
 
     def _cut_word(self, start: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
-        """A word that is too long by itself, in pieces; cutting inside a word can cost tokens, so each is counted."""
+        """Yield pieces of a long word. Cutting a word can add tokens, so each piece is counted."""
         while start < end:
             stop = min(end, start + limit * _MAX_CHARS_PER_TOKEN)
             while stop > start + 1 and self._exact(start, stop) > limit:
@@ -255,6 +247,6 @@ class _Measure:
             start = stop
 
     def _exact(self, start: int, end: int) -> int:
-        """`cost` with the stretch tokenised on its own."""
+        """Return `cost` of a span tokenised on its own."""
         num_tokens = len(self._tokenizer.encode(self._text[start:end], add_special_tokens=False).ids)
         return max(num_tokens, -(-(end - start) // _MAX_CHARS_PER_TOKEN))

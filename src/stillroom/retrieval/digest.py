@@ -1,16 +1,14 @@
-"""One hash over everything that decides what a knowledge base answers: equal digests, equal rankings.
+"""Digest of a knowledge base: one hash over everything that decides rankings. Equal digests, equal rankings.
 
-Not in it: how hard an approximate index is searched (`ef_search`, `nprobe`, a goal), for that is each user's choice;
-and times and line numbers, which decide nothing. Document ids are, and they hold the path of a file: they break ties.
-Vectors go in bit by bit, for however they were rounded, some would lie on the edge. When digests can be expected to
-agree: docs/index-bench.md
+Excluded: search effort (`ef_search`, `nprobe`, goals), which each user chooses; times and line numbers. Included:
+document ids, with file paths, because they break ties; and vectors bit by bit. When digests agree: docs/index-bench.md
 """
 
 import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,54 +17,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
-from stillroom.core.ids import ChunkId
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.manifest import HERE, SEARCHING, Manifest
+from stillroom.retrieval.store.manifest import MACHINE_SETTINGS, SEARCH_SETTINGS, Manifest
 from stillroom.retrieval.tiers.tiered_ivf import all_entries, without_entries
 from stillroom.retrieval.vector_index import VectorIndex
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type stubs lack what is made at import
 
 _BATCH = 1000
 
 _EXACT = frozenset({"flat"})
-"""Arrays of an exact search: it depends on the vectors and ids alone, in whatever order they lie there."""
+"""Arrays of an exact index: their order does not change a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexDigest:
-    """SHA-256 in hexadecimal, of all and of each part, so that two that differ say where."""
+    """SHA-256 in hexadecimal, of the whole and of each part, so that a difference can be located."""
 
     settings: str
-    """Of the manifest: embedder, chunker, index."""
+    """Manifest: embedder, chunker, index."""
     chunks: str
     """Ids and indexed texts, by id."""
     vectors: str
     """Embeddings, by id."""
     dense: str
-    """The graph, or the quantizers and lists; nothing for an exact index."""
+    """Graph, or quantizers and lists; empty for an exact index."""
     sparse: str
-    """Words of each chunk, and how many chunks hold each word as BM25 counts them."""
+    """Words of each chunk, and document frequencies as BM25 counts them."""
 
     @property
     def value(self) -> str:
-        """Over all parts."""
+        """Hash over all parts."""
         return hashlib.sha256("".join(dataclasses.astuple(self)).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
         return {"digest": self.value, **dataclasses.asdict(self)}
 
 
 def index_digest(manifest: Manifest, corpus: Corpus, dense: VectorIndex, sparse: Bm25Index) -> IndexDigest:
-    """Hash a knowledge base. The indexes are up to date with the corpus, and nobody writes meanwhile."""
+    """Hash a knowledge base. Precondition: the indexes are up to date, and no process writes."""
     ids = sorted(corpus.changes_since(0).added)
     chunks, vectors, words = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     analyzer = WordAnalyzer()
     vocabulary: set[str] = set()
-    for batch in _batches(ids):
+    for batch in (ids[start : start + _BATCH] for start in range(0, len(ids), _BATCH)):
         found = corpus.chunks(batch)
         for chunk_id in batch:
             chunk = found[chunk_id]
@@ -86,8 +82,8 @@ def index_digest(manifest: Manifest, corpus: Corpus, dense: VectorIndex, sparse:
 
 
 def _settings(manifest: Manifest) -> str:
-    left_out = {*HERE, *SEARCHING}
-    index = {name: value for name, value in dataclasses.asdict(manifest.index).items() if name not in left_out}
+    excluded = {*MACHINE_SETTINGS, *SEARCH_SETTINGS}
+    index = {name: value for name, value in dataclasses.asdict(manifest.index).items() if name not in excluded}
     sha = hashlib.sha256()
     _feed(sha, [manifest.fingerprint, manifest.dimension, dataclasses.asdict(manifest.chunker), index])
     return sha.hexdigest()
@@ -98,7 +94,7 @@ def _identity(chunk: Chunk) -> list[Any]:
 
 
 def _in_order(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The same with entries of inverted lists by id: they decide nothing by their order, which removing changes."""
+    """Sort the entries of inverted lists by id: removals change their order, which does not change a search."""
     found = dict(arrays)
     if len(found.get("ivf_pq", ())):
         lists = faiss.deserialize_index(found.pop("ivf_pq"))
@@ -110,7 +106,7 @@ def _in_order(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def _arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Of arrays by name."""
+    """Hash arrays by name."""
     sha = hashlib.sha256()
     for name in sorted(set(arrays) - _EXACT):
         array = np.ascontiguousarray(arrays[name])
@@ -120,10 +116,5 @@ def _arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _feed(sha: "hashlib._Hash", value: Any) -> None:
-    """Add plain values, each with its own end."""
+    """Hash a JSON value and a separator."""
     sha.update(json.dumps(value, sort_keys=True).encode() + b"\n")
-
-
-def _batches(ids: Sequence[ChunkId]) -> Iterator[Sequence[ChunkId]]:
-    for start in range(0, len(ids), _BATCH):
-        yield ids[start : start + _BATCH]

@@ -1,7 +1,7 @@
-"""Text to vectors of length 1, with a sentence-transformers model. The model loads with the first text.
+"""Embeds texts as vectors of length 1 with a sentence-transformers model, which loads with the first text.
 
 Documents may be embedded in bfloat16 (cosine to float32 above 0.999), queries always in float32. Thread-safe: queries
-take turns; on a CPU, batches of documents run beside them and each other, one thread each.
+run one at a time; on a CPU, batches of documents run in parallel with them and each other, one thread each.
 """
 
 import contextlib
@@ -24,15 +24,14 @@ from stillroom.retrieval.model_files import ModelFiles
 Vectors = NDArray[np.float32]
 
 _NUM_KEPT = 1024
-"""Vectors of questions that are kept: 1.5 MB, where embedding one takes eight times as long as all the rest of a
-search."""
+"""Number of cached query vectors (1.5 MB). Embedding takes eight times as long as the rest of a search."""
 
 _TOKEN_BLOCK = 32
-"""Found by trial on AVX-512: 8 gives other last bits in other batches, 32 and its multiples do not."""
+"""Found by trial on AVX-512: with 8, the last bits of a vector depend on its batch; with multiples of 32 not."""
 
 
 class _Weights:
-    """A loaded model, and whose turn it is."""
+    """A loaded model and its locks."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -40,18 +39,17 @@ class _Weights:
 
 
 class Embedder:
-    """One model; see the module's docstring."""
-
-    def __init__(self, config: EmbedderConfig, like: "Embedder | None" = None) -> None:
-        """Cheap: nothing is read before it is needed.
+    def __init__(self, config: EmbedderConfig, weights_of: "Embedder | None" = None) -> None:
+        """Read nothing yet.
 
         Args:
-            like: whose weights it uses, if they are the same; the vectors that each keeps are its own, so that none can
-                tell what the other was asked.
+            weights_of: Share the weights of this embedder, if the configurations are equal. The cached query vectors
+                are not shared, so that no tenant can learn another's questions.
         """
         self._config = config
-        self._weights: _Weights = like._weights if like is not None and like._config == config else _Weights()
-        self._kept = lru_cache(_NUM_KEPT)(self._embed_query)
+        is_shared = weights_of is not None and weights_of._config == config
+        self._weights: _Weights = weights_of._weights if weights_of is not None and is_shared else _Weights()
+        self._cached = lru_cache(_NUM_KEPT)(self._embed_query)
 
     @cached_property
     def _files(self) -> ModelFiles:
@@ -59,45 +57,41 @@ class Embedder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Without truncation and padding. Does not load the model."""
+        """The tokenizer without truncation and padding. Does not load the model."""
         return self._files.tokenizer
 
     @property
     def max_seq_length(self) -> int:
-        """Most tokens read of a text, special tokens included; the rest is ignored. Does not load the model."""
+        """Maximum number of tokens read, including special tokens. Does not load the model."""
         return self._files.max_seq_length
 
     @property
     def fingerprint(self) -> str:
-        """Of configuration and weights: equal fingerprints give equal vectors. Reads the weights, does not load."""
+        """Hash of configuration and weights: equal fingerprints give equal vectors. Reads the files only."""
         return self._files.fingerprint
 
     @cached_property
     def dimension(self) -> int:
-        """Length of a vector. Loads the model only where its files do not say."""
+        """Length of a vector. Loads the model only if its files do not state it."""
         return self._files.dimension or len(self.embed_queries(["dimension"])[0])
 
     @panics_as_errors("the tokenizer")
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text without special tokens. Does not load the model."""
+        """Count the tokens of a text without special tokens. Does not load the model."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
-        """float32 [len(texts), dimension], each row of length 1.
+        """Return float32 [len(texts), dimension], each row of length 1.
 
         Raises:
-            ModelNotFoundError: the model is not there or cannot be loaded.
+            ModelNotFoundError: The model is missing or cannot be loaded.
         """
         return self._embed(texts, "query", None)
 
     def embed_query(self, text: str) -> Vectors:
-        """float32 [dimension] of length 1, read-only: what `embed_queries` gives for one text, which it is asked for
-        once; the vectors of the last questions are kept.
-
-        Raises:
-            ModelNotFoundError: the model is not there or cannot be loaded.
-        """
-        return self._kept(text)
+        """Return float32 [dimension] of length 1, read-only. The vectors of the latest queries are cached. Raises as
+        `embed_queries`."""
+        return self._cached(text)
 
     def _embed_query(self, text: str) -> Vectors:
         vector: Vectors = self.embed_queries([text])[0]
@@ -105,13 +99,13 @@ class Embedder:
         return vector
 
     def embed_documents(self, texts: Sequence[str], on_batch: Callable[[int], None] | None = None) -> Vectors:
-        """float32 [len(texts), dimension], each row of length 1, in the order of the texts.
+        """Return float32 [len(texts), dimension], each row of length 1, in the order of the texts.
 
         Args:
-            on_batch: told how many more texts are done, after each batch.
+            on_batch: Called with the number of texts of each finished batch.
 
         Raises:
-            ModelNotFoundError: the model is not there or cannot be loaded.
+            ModelNotFoundError: The model is missing or cannot be loaded.
         """
         return self._embed(texts, "document", on_batch)
 
@@ -139,7 +133,7 @@ class Embedder:
     def _computed(
         self, model: Any, kind: str, compute: Callable[[list[int]], Vectors], batches: list[list[int]]
     ) -> Generator[tuple[int, Vectors], None, None]:
-        """Batches of documents side by side on a CPU; all else one after the other, each in its turn."""
+        """Compute batches of documents on a CPU in parallel, all other batches one at a time."""
         from stillroom.retrieval.side_by_side import side_by_side
 
         is_cpu = model.device.type == "cpu"
@@ -147,7 +141,7 @@ class Embedder:
             yield from side_by_side(compute, batches)
             return
         for position, batch in enumerate(batches):
-            with self._turn():
+            with self._forward_lock():
                 part = next(side_by_side(compute, [batch]))[1] if is_cpu else compute(batch)
             yield position, part
 
@@ -165,19 +159,19 @@ class Embedder:
         return np.asarray(part, dtype=np.float32)
 
     def _batches(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Positions of texts that need the same number of token blocks, so that they are padded alike whatever comes
-        with them; longest first, for what is slow or big fails early."""
+        """Yield indexes of texts with the same number of token blocks, so that padding does not depend on the other
+        texts. The longest come first: slow or oversized batches fail early."""
         encoded = self.tokenizer.encode_batch(list(texts))
-        num_blocks = [-(-min(len(one.ids), self.max_seq_length) // _TOKEN_BLOCK) for one in encoded]
+        num_blocks = [-(-min(len(encoding.ids), self.max_seq_length) // _TOKEN_BLOCK) for encoding in encoded]
         order = sorted(range(len(texts)), key=lambda index: -num_blocks[index])
         for _, group in itertools.groupby(order, key=lambda index: num_blocks[index]):
-            alike = list(group)
-            for start in range(0, len(alike), self._config.batch_size):
-                yield alike[start : start + self._config.batch_size]
+            same_length = list(group)
+            for start in range(0, len(same_length), self._config.batch_size):
+                yield same_length[start : start + self._config.batch_size]
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One forward pass at a time. Whoever waits holds `next`, so who has just finished cannot overtake it."""
+    def _forward_lock(self) -> Iterator[None]:
+        """Run one forward pass at a time, first come, first served: the next waiting thread holds `next`."""
         with self._weights.next:
             self._weights.running.acquire()
         try:
@@ -203,17 +197,16 @@ class Embedder:
 
     def _loaded(self) -> Any:
         model = _load_model(self._files)
-        # the tokenizer's settings change with the first text; after that, threads only read them
+        # the first text changes the tokenizer's settings; afterwards threads only read them
         self._forward(model, "document", ["warm up"])
         return model
 
 
 def _padding(model: Any) -> dict[str, Any]:
-    """Arguments that pad a batch to whole blocks of tokens, for sentence-transformers that take them (from 6).
+    """Return arguments that pad a batch to whole token blocks (sentence-transformers 6 and later).
 
-    In a batch of texts of as many blocks, a text has the same vector, to the last bit, whatever else is in it: with the
-    rows of a matrix product in whole tiles, its sums are done in the same order, with any number of threads. So
-    documents may be added at once or one by one.
+    Then a text has the same vector, bit by bit, in every batch of texts with as many blocks and with any number of
+    threads: matrix products of whole tiles add in the same order. Documents may be added together or one by one.
     """
     if not hasattr(model[0], "processing_kwargs"):
         return {}
@@ -221,7 +214,7 @@ def _padding(model: Any) -> dict[str, Any]:
 
 
 def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:
-    """The torch dtype of matrix products, or None for float32."""
+    """Return the torch dtype of matrix products, or None for float32."""
     import torch
 
     if config.dtype in ("bfloat16", "float16"):
@@ -233,7 +226,7 @@ def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself; emulated it is slower than float32."""
+    """Return whether the processor multiplies bfloat16 in hardware; emulation is slower than float32."""
     import torch
 
     capabilities = getattr(torch.cpu, "get_capabilities", None)
@@ -247,7 +240,7 @@ def _cpu_has_bfloat16() -> bool:
 
 def _load_model(files: ModelFiles) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries, while they are imported
+        warnings.simplefilter("ignore")  # import warnings of the libraries
         import torch
         from sentence_transformers import SentenceTransformer
         from transformers.utils import logging

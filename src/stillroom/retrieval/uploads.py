@@ -1,11 +1,10 @@
-"""Documents that come as bytes under a name: kept in the knowledge base's folder, so that their sources have a path.
+"""Uploaded documents: bytes under a name, stored below the knowledge base's folder and indexed there.
 
-    kb/uploads/notes/keys.md     what was uploaded as `notes/keys.md`
-    kb/uploads/.incoming/x/      of one upload: what is on its way in, and what it replaces, until it is known to be
-                                 readable
+    kb/uploads/notes/keys.md     the upload named `notes/keys.md`
+    kb/uploads/.incoming/x/      one upload in progress: received bytes, and backups of the files it replaces
 
-A name is a path below `uploads` and nothing else: what could lead elsewhere, hide a file or imitate a record of another
-one is refused before anything is written. What cannot be read leaves nothing behind, and what was there before stays.
+A name that could leave `uploads`, hide a file or imitate a record is refused before anything is written. A file that
+cannot be read leaves nothing behind, and the file it was to replace stays.
 """
 
 import contextlib
@@ -15,7 +14,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -30,53 +30,59 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store.document_names import UPLOADS, is_upload
 from stillroom.retrieval.store.folder import INCOMING
 from stillroom.retrieval.store.rows import SourceFile
-from stillroom.retrieval.uploaded_files import checked_name, unindexed_info, uploaded_files
+from stillroom.retrieval.uploaded_files import (
+    checked_name,
+    note_pending,
+    restore_sources,
+    unindexed_info,
+    uploaded_files,
+)
 
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
-"""What another name would not help against."""
+"""Errors of the disk, not of one file."""
 
 
 @dataclass(frozen=True, slots=True)
 class UploadResult:
-    """What became of one file."""
+    """Result of uploading one file."""
 
     name: str
     outcome: Literal["added", "updated", "unchanged", "failed"]
     documents: tuple[DocumentInfo, ...] = ()
-    """What is in the knowledge base of it now; each record of a JSONL file is one."""
+    """Its documents in the knowledge base now; each record of a JSONL file is one."""
     reason: str = ""
     """Why it failed."""
 
 
 @dataclass(slots=True)
-class _Stored:
-    """A file that came and is not yet known to be readable."""
+class _IncomingFile:
+    """An uploaded file until it is indexed or undone."""
 
     name: str
     path: Path
-    new: Path
-    """Where its bytes are until it may have its place."""
+    """Its place below `uploads`."""
+    received: Path
+    """Where its bytes are until they are moved to `path`."""
     replaced: Path | None = None
-    """Where the bytes are that stood there before."""
+    """Backup of the file that was at `path`."""
     is_new: bool = False
+    """Whether it was moved to `path` and no file was there."""
     reason: str = ""
-    """Why it could not be written."""
-    before: dict[str, SourceFile | None] = field(default_factory=dict)
-    """What the corpus knew of it, where that was changed."""
+    """Why it failed."""
+    is_pending: bool = False
+    """Whether the corpus has noted it as pending."""
+    source_before: SourceFile | None = None
+    """Its record in the corpus before it was noted."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Of one upload."""
-
-    progress: Callable[[AddProgress], None] | None
-    metadata: Mapping[str, object] | None
-    stop: Cancellation
+    @property
+    def source_name(self) -> str:
+        """Its name in the corpus."""
+        return f"{UPLOADS}/{self.name}"
 
 
 class Uploads:
-    """The files below one knowledge base's `uploads`. Several processes may upload: what comes waits in a folder of its
-    own, and takes its place only while nobody else can write."""
+    """Uploaded files of one knowledge base. Several processes may upload at a time: each receives files in a folder of
+    its own and moves them into place under the write lock."""
 
     def __init__(self, kb: KnowledgeBase) -> None:
         self._kb = kb
@@ -89,37 +95,38 @@ class Uploads:
         metadata: Mapping[str, object] | None = None,
         stop: Cancellation | None = None,
     ) -> list[UploadResult]:
-        """Keep files and index them; what has not changed costs nothing. A file that cannot be read or written is in
-        the results with its reason and does not stop the others.
+        """Store and index files; unchanged files cost nothing. A file that cannot be read or written is in the results
+        with its reason and does not stop the others.
 
         Args:
-            metadata: as of `KnowledgeBase.add`.
-            stop: cancels it between two pieces of work. A new file that was not wholly indexed until then is removed;
-                one that replaces another stays, and the same upload indexes the rest.
+            metadata: As for `KnowledgeBase.add`.
+            stop: Cancels the upload. New files that are not yet indexed completely are removed; a partly indexed
+                replacement stays, and repeating the upload indexes the rest.
 
         Raises:
             ChangeCancelledError: `stop` was cancelled.
-            UsageError: a name is no path below `uploads`, or stands twice; nothing was done.
-            KnowledgeBaseBusyError: somebody else is writing; nothing was done.
-            StorageError: the disk is full or failing.
+            UsageError: A name is not allowed or occurs twice; nothing was done.
+            KnowledgeBaseBusyError: Another writer holds the lock; nothing was done.
+            StorageError: The disk is full or failing.
         """
         named = [(checked_name(name), stream) for name, stream in files]
         if len({name for name, _ in named}) < len(named):
             raise UsageError("two files have the same name; give each its own")
-        self._kb.check_is_there()  # or its folder would be made again
+        self._kb.corpus.check_is_there()  # otherwise a removed folder would be made again
         incoming = self._folder / INCOMING / uuid.uuid4().hex
         try:
-            stored = [self._receive(name, stream, incoming) for name, stream in named]
+            received = [self._receive(name, stream, incoming) for name, stream in named]
             with self._kb.writing("add"):
-                self._place_all(stored, metadata)
-                return self._index(stored, _Options(progress, metadata, stop or Cancellation()))
+                self._place_all(received, metadata)
+                on_progress = None if progress is None else partial(self._report, progress)
+                return self._index(received, partial(self._kb.add, progress=on_progress, metadata=metadata, stop=stop))
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
 
     def find(self, name: str) -> list[DocumentInfo]:
-        """The document of that id, or those of the file of that path or uploaded name; none if there are none.
+        """Return the document of that id, or the documents of the file of that path or upload name.
 
-        `uploads/...` is always an id, so that deleting it twice never deletes an upload of that name.
+        A name that begins with `uploads/` is always an id, so that deleting it twice never deletes another upload.
         """
         if self._kb.hides_folders and name.startswith("/"):
             return []
@@ -129,25 +136,25 @@ class Uploads:
         return []
 
     def remove(self, name: str) -> RemoveReport:
-        """Forget what `find` finds, and the uploaded file if nothing else comes from it; or delete a file of
-        `not_indexed`. Other files stay on the disk.
+        """Remove the documents that `find` returns, and an uploaded file with its last document; or delete a file of
+        `not_indexed`. Files elsewhere stay on the disk.
 
         Raises:
-            UnknownDocumentError: there is nothing of that name.
-            KnowledgeBaseBusyError: somebody else is writing.
+            UnknownDocumentError: No document or file has this name.
+            KnowledgeBaseBusyError: Another writer holds the lock.
         """
-        with self._kb.writing("remove"):  # or the file could be one that somebody uploads just now
+        with self._kb.writing("remove"):  # otherwise the file could be an upload in progress
             found = self.find(name)
-            if not found and (lone := self._not_indexed(name)) is not None:
-                self._kb.unexpect({lone.document_id: None})
-                self._delete(self._kb.path / lone.document_id)
+            if not found and (unindexed := self._not_indexed(name)) is not None:
+                restore_sources(self._kb.corpus, {unindexed.document_id: None})
+                self._delete(self._kb.path / unindexed.document_id)
                 return RemoveReport(0, 0)
             if not found:
-                raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists what there is")
+                raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists documents")
             return self._remove([info.document_id for info in found])
 
     def remove_all(self, targets: Sequence[str]) -> RemoveReport:
-        """As `KnowledgeBase.remove`, and uploaded files go with their last documents."""
+        """Remove documents as `KnowledgeBase.remove`, and uploaded files with their last document."""
         with self._kb.writing("remove"):
             return self._remove(targets)
 
@@ -160,188 +167,181 @@ class Uploads:
                 self._delete(self._kb.path / path)
 
     def not_indexed(self) -> list[DocumentInfo]:
-        """Files that have their place and no documents, by name: their upload or removal was interrupted."""
+        """Return uploaded files without documents, by name: their upload or removal was interrupted."""
         indexed = self._indexed_files()
         found = (unindexed_info(path, path.relative_to(self._kb.path)) for path in uploaded_files(self._kb.path))
         return [info for info in found if info is not None and info.document_id not in indexed]
 
     def _not_indexed(self, name: str) -> DocumentInfo | None:
-        return next((one for one in self.not_indexed() if one.document_id in (name, f"{UPLOADS}/{name}")), None)
+        return next((info for info in self.not_indexed() if info.document_id in (name, f"{UPLOADS}/{name}")), None)
 
     def find_any(self, name: str) -> list[DocumentInfo]:
-        """As `find`, and else the file of that name that is not indexed."""
+        """Return what `find` returns, otherwise the file of `not_indexed` with that name."""
         found = self.find(name)
-        lone = None if found else self._not_indexed(name)
-        return found if lone is None else [lone]
+        unindexed = None if found else self._not_indexed(name)
+        return found if unindexed is None else [unindexed]
 
     @property
     def are_incomplete(self) -> bool:
-        """Whether there is something to `complete`; one cheap read."""
-        return bool(self._kb.expected())
+        """Whether `complete` has work to do; one cheap read."""
+        return bool(self._kb.corpus.pending())
 
     def complete(self, stop: Cancellation | None = None) -> int:
-        """Index the files whose upload was killed after they had their places. One that cannot be read stays as it is
-        and is not tried again.
+        """Index the files of uploads that were killed. A file that cannot be read stays and is not tried again.
 
         Returns:
-            How many files were indexed.
+            The number of files indexed.
 
         Raises:
-            KnowledgeBaseBusyError: somebody else is writing.
-            ChangeCancelledError: `stop` was cancelled; the rest is still to be completed.
+            KnowledgeBaseBusyError: Another writer holds the lock.
+            ChangeCancelledError: `stop` was cancelled; the rest remains pending.
         """
-        if not self._kb.expected():
+        corpus = self._kb.corpus
+        if not corpus.pending():
             return 0
         with self._kb.writing("complete uploads"):
-            names = self._kb.expected()
-            there = [name for name in names if (self._kb.path / name).is_file()]
-            failures = self._kb.add([self._kb.path / name for name in there], stop=stop).failures if there else ()
-            self._kb.unexpect(dict.fromkeys(self._kb.expected()))
-        return len(there) - len(failures)
+            existing = [name for name in corpus.pending() if (self._kb.path / name).is_file()]
+            paths = [self._kb.path / name for name in existing]
+            failures = self._kb.add(paths, stop=stop).failures if paths else ()
+            restore_sources(corpus, dict.fromkeys(corpus.pending()))
+        return len(existing) - len(failures)
 
     def _indexed_files(self) -> set[str]:
-        return {path for path in self._kb.paths() if self.name_of(DocumentId(path)) is not None}
+        return {name for name in self._kb.corpus.paths() if is_upload(name)}
 
     def name_of(self, document_id: DocumentId) -> str | None:
-        """As it was uploaded, and `#record` for a record of a JSONL file; None for what came from elsewhere."""
+        """Return the upload name of a document (with `#record` for JSONL), or None if it was not uploaded."""
         return document_id.removeprefix(f"{UPLOADS}/") if is_upload(document_id) else None
 
-    def _receive(self, name: str, stream: BinaryIO, incoming: Path) -> _Stored:
-        """On the disk, but not yet in its place."""
-        one = _Stored(name, self._folder / name, incoming / uuid.uuid4().hex)
-        with self._storing(one):
-            self._check_place(one.path)
+    def _report(self, progress: Callable[[AddProgress], None], step: AddProgress) -> None:
+        """Report progress with the upload name in place of the path."""
+        progress(replace(step, current=os.path.relpath(step.current, self._folder) if step.current else ""))
+
+    def _receive(self, name: str, stream: BinaryIO, incoming: Path) -> _IncomingFile:
+        """Write a file below `incoming`."""
+        file = _IncomingFile(name, self._folder / name, incoming / uuid.uuid4().hex)
+        with self._handling_disk_errors(file):
+            self._check_place(file.path)
             make_folder_durably(self._folder)
             make_folder(incoming)
-            with open_file(one.new) as target:
+            with open_file(file.received) as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())
-            os.utime(incoming)  # however long it took, it is no leftover
-        return one
+            os.utime(incoming)  # a slow upload must not look like a leftover
+        return file
 
-    def _place_all(self, stored: Sequence[_Stored], metadata: Mapping[str, object] | None) -> None:
-        """All that came, or none where the disk is in the way. The corpus knows before of those that are new, so that
-        `complete` can index them if this process is killed."""
-        new = [one for one in stored if not one.reason and self._is_new(one)]
-        before = self._kb.expect([str(one.path) for one in new], metadata) if new else {}
-        for one in new:
-            one.before = {name: source for name, source in before.items() if name == f"{UPLOADS}/{one.name}"}
+    def _place_all(self, files: Sequence[_IncomingFile], metadata: Mapping[str, object] | None) -> None:
+        """Move all changed files into place, or none if the disk fails. The corpus notes them as pending before."""
+        changed = [file for file in files if not file.reason and self._is_changed(file)]
+        noted = note_pending(self._kb.corpus, [file.source_name for file in changed], metadata) if changed else {}
+        for file in changed:
+            file.is_pending, file.source_before = True, noted[file.source_name]
         try:
-            for one in new:
-                self._place(one)
+            for file in changed:
+                self._place(file)
         except BaseException:
-            self._undo_all(stored)
+            for file in files:
+                self._undo(file)
             raise
 
-    def _is_new(self, one: _Stored) -> bool:
-        """Whether it is another file than the one that has its place; that one keeps its time, and is not read."""
-        is_new = False
-        with self._storing(one):
-            self._check_place(one.path)
-            is_new = not one.path.exists() or not filecmp.cmp(one.path, one.new, shallow=False)
-        return is_new
+    def _is_changed(self, file: _IncomingFile) -> bool:
+        """Return whether a file differs from the file in its place. An equal file keeps its time and is not read."""
+        is_changed = False
+        with self._handling_disk_errors(file):
+            self._check_place(file.path)
+            is_changed = not file.path.exists() or not filecmp.cmp(file.path, file.received, shallow=False)
+        return is_changed
 
-    def _place(self, one: _Stored) -> None:
-        with self._storing(one):
-            self._check_place(one.path)
-            if not one.path.exists():
-                one.is_new = True
-                make_folder_durably(one.path.parent)
+    def _place(self, file: _IncomingFile) -> None:
+        with self._handling_disk_errors(file):
+            self._check_place(file.path)
+            if not file.path.exists():
+                file.is_new = True
+                make_folder_durably(file.path.parent)
             else:
-                old = one.new.with_name(uuid.uuid4().hex)
-                _link_or_copy(one.path, old)
-                one.replaced = old
-            replace_durably(one.new, one.path)
+                backup = file.received.with_name(uuid.uuid4().hex)
+                _link_or_copy(file.path, backup)
+                file.replaced = backup
+            replace_durably(file.received, file.path)
 
     @contextlib.contextmanager
-    def _storing(self, one: _Stored) -> Iterator[None]:
-        """What hinders it is its reason, or a StorageError where it would hinder every file."""
+    def _handling_disk_errors(self, file: _IncomingFile) -> Iterator[None]:
+        """Fail the file on an OSError. Raises StorageError for errors that concern every file."""
         try:
             yield
         except OSError as error:
             if error.errno in _STORAGE_ERRORS:
                 raise StorageError(
-                    f"{one.name}: cannot be kept: {error.strerror}; see to the disk and its free space, then try again"
+                    f"{file.name}: cannot be stored: {error.strerror}; check the disk and its free space, then retry"
                 ) from error
-            self._undo(one)
-            one.reason = f"{one.name}: cannot be kept: {error.strerror or error}"
+            self._undo(file)
+            file.reason = f"{file.name}: cannot be stored: {error.strerror or error}"
 
     def _check_place(self, path: Path) -> None:
-        """Nothing on the way leads elsewhere."""
+        """Raises OSError if a link or a file is in the way of `path`."""
         for place in [self._folder, *(self._folder / part for part in _parents(path.relative_to(self._folder)))]:
             if place.is_symlink() or (place.exists() and not place.is_dir()):
                 raise NotADirectoryError(0, f"{place.name!r} is not a folder")
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise IsADirectoryError(0, "there is a folder of that name")
 
-    def _index(self, stored: Sequence[_Stored], options: _Options) -> list[UploadResult]:
-        kept = [one for one in stored if not one.reason]
-        before = {one.name: self._hashes(one) for one in kept}
-        paths = [one.path for one in kept]
+    def _index(self, files: Sequence[_IncomingFile], add: Callable[[list[Path]], AddReport]) -> list[UploadResult]:
+        placed = [file for file in files if not file.reason]
+        before = {file.name: self._hashes(file) for file in placed}
         try:
-            failures = dict(self._added(paths, options).failures) if kept else {}
+            failures = dict(add([file.path for file in placed]).failures) if placed else {}
         except ChangeCancelledError:
-            for one in kept:
-                self._cancel(one, before[one.name])
+            for file in placed:
+                self._cancel(file, before[file.name])
             raise
-        except BaseException:  # what was committed has its file, and the rest is as it was before
-            for one in kept:
-                if self._hashes(one) == before[one.name]:
-                    self._undo(one)
+        except BaseException:  # committed files stay, the others are undone
+            for file in placed:
+                if self._hashes(file) == before[file.name]:
+                    self._undo(file)
             raise
-        for one in kept:
-            if reason := failures.get(str(one.path), ""):
-                one.reason = reason.replace(str(one.path), one.name).replace(f"{UPLOADS}/{one.name}", one.name)
-                self._undo(one)
-        return [self._result(one, before.get(one.name, {})) for one in stored]
+        for file in placed:
+            if reason := failures.get(str(file.path), ""):
+                file.reason = reason.replace(str(file.path), file.name).replace(file.source_name, file.name)
+                self._undo(file)
+        return [self._result(file, before.get(file.name, {})) for file in files]
 
-    def _added(self, paths: Sequence[Path], options: _Options) -> AddReport:
-        def tell(step: AddProgress) -> None:
-            if options.progress is not None:
-                name = os.path.relpath(step.current, self._folder) if step.current else ""
-                options.progress(replace(step, current=name))
-
-        return self._kb.add(paths, progress=tell, metadata=options.metadata, stop=options.stop)
-
-    def _cancel(self, one: _Stored, before: dict[DocumentId, str]) -> None:
-        """As it was before it came, unless it was indexed to its end, or records of what it replaced are gone."""
-        if self._kb.is_read(str(one.path)):
+    def _cancel(self, file: _IncomingFile, before: dict[DocumentId, str]) -> None:
+        """Undo a file unless it was indexed completely, or records of the file it replaces are already removed."""
+        source = self._kb.corpus.sources().get(file.source_name)
+        if source is not None and source.size >= 0:  # read to its end
             return
-        if one.is_new and self._hashes(one):
-            self._kb.remove([str(one.path)])
-        if self._hashes(one) == before:
-            self._undo(one)
+        if file.is_new and self._hashes(file):
+            self._kb.remove([str(file.path)])
+        if self._hashes(file) == before:
+            self._undo(file)
 
-    def _result(self, one: _Stored, before: dict[DocumentId, str]) -> UploadResult:
-        documents = tuple(self._kb.documents_of(str(one.path)))
-        if one.reason:
-            return UploadResult(one.name, "failed", documents, one.reason)
+    def _result(self, file: _IncomingFile, before: dict[DocumentId, str]) -> UploadResult:
+        documents = tuple(self._kb.documents_of(file.source_name))
+        if file.reason:
+            return UploadResult(file.name, "failed", documents, file.reason)
         outcome: Literal["added", "updated", "unchanged"] = "updated" if before else "added"
-        return UploadResult(one.name, "unchanged" if before == self._hashes(one) else outcome, documents)
+        return UploadResult(file.name, "unchanged" if before == self._hashes(file) else outcome, documents)
 
-    def _hashes(self, one: _Stored) -> dict[DocumentId, str]:
-        return self._kb.content_hashes(str(one.path))
+    def _hashes(self, file: _IncomingFile) -> dict[DocumentId, str]:
+        """Return the content hash of each document of a file."""
+        return self._kb.corpus.document_ids(file.source_name)
 
-    def _undo_all(self, stored: Sequence[_Stored]) -> None:
-        for one in stored:
-            self._undo(one)
-
-    def _undo(self, one: _Stored) -> None:
-        """As it was before it came; once."""
+    def _undo(self, file: _IncomingFile) -> None:
+        """Restore the state before the upload of a file. Idempotent."""
         with contextlib.suppress(OSError):
-            if one.replaced is not None:
-                os.replace(one.replaced, one.path)
-            elif one.is_new:
-                self._delete(one.path)
-        one.replaced, one.is_new = None, False
-        if one.before:
-            with contextlib.suppress(StillroomError):  # it stays expected: the next `complete` looks at it
-                self._kb.unexpect(one.before)
-            one.before = {}
+            if file.replaced is not None:
+                os.replace(file.replaced, file.path)
+            elif file.is_new:
+                self._delete(file.path)
+        file.replaced, file.is_new = None, False
+        if file.is_pending:
+            with contextlib.suppress(StillroomError):  # it stays pending, and the next `complete` handles it
+                restore_sources(self._kb.corpus, {file.source_name: file.source_before})
+            file.is_pending = False
 
     def _delete(self, path: Path) -> None:
-        """A file, and the folders that are empty without it."""
+        """Delete a file, and its folders that are empty then."""
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty
             for parent in _parents(path.relative_to(self._folder)):
@@ -349,12 +349,12 @@ class Uploads:
 
 
 def _parents(path: Path) -> Iterator[Path]:
-    """The folders above a relative path, innermost first."""
+    """Yield the folders above a relative path, innermost first."""
     return (parent for parent in path.parents if parent != Path())
 
 
 def _link_or_copy(path: Path, to: Path) -> None:
     try:
         os.link(path, to)
-    except OSError:  # not every file system has links
+    except OSError:  # a file system without links
         shutil.copy2(path, to)

@@ -129,7 +129,7 @@ class _QuestionsFixture:
     @contextlib.contextmanager
     def opened(self) -> Iterator[KnowledgeBase]:
         """With all files read, and no question's embedding kept."""
-        with KnowledgeBase.open(self.loaded.path, self.config, like=self.loaded) as kb:
+        with KnowledgeBase.open(self.loaded.path, self.config, weights_of=self.loaded) as kb:
             kb.search("Is everybody ready?")
             yield kb
 

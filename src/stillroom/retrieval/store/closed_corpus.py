@@ -1,4 +1,4 @@
-"""The documents of a knowledge base that this process has not opened, looked at in its file when that has changed."""
+"""Reads the corpus of a knowledge base that is not open in this process, when its file has changed."""
 
 import contextlib
 import os
@@ -11,56 +11,56 @@ from stillroom.retrieval.store import rows
 from stillroom.retrieval.store.corpus_file import CorpusFile
 
 _BATCH = 500
-"""Parameters per statement; SQLite takes at least 999."""
+"""Parameters per statement; SQLite accepts at least 999."""
 
 State = tuple[tuple[int, ...], ...]
 
 
 class ClosedCorpus:
-    """Opens the file for each look and closes it again, so that many cost neither memory nor descriptors."""
+    """A corpus file, opened for each read and closed again, so that many take neither memory nor descriptors."""
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            KnowledgeBaseNotFoundError: there is no such file.
-            StorageError: it cannot be looked at.
-            CorruptKnowledgeBaseError: it is damaged.
+            KnowledgeBaseNotFoundError: The file does not exist.
+            StorageError: The file cannot be accessed.
+            CorruptKnowledgeBaseError: The file is damaged.
         """
         self._path = path
         self._state = state_of(path)
-        self.identity, self._num_changes = self._look()
+        self.identity, self._num_changes = self._read_state()
 
     @property
     def num_changes(self) -> int:
-        """Of documents so far; read again only if the file has changed. Raises as the constructor.
+        """Number of commits that changed documents; read again only if the file has changed. Raises as the constructor.
 
         Raises:
-            KnowledgeBaseNotFoundError: also if another knowledge base stands in its place.
+            KnowledgeBaseNotFoundError: Also if another knowledge base has replaced this one.
         """
         state = state_of(self._path)
         if state != self._state:
-            identity, num_changes = self._look()
+            identity, num_changes = self._read_state()
             if identity != self.identity:
-                raise KnowledgeBaseNotFoundError("another knowledge base stands in the place of this one")
+                raise KnowledgeBaseNotFoundError("another knowledge base has replaced this one")
             self._state, self._num_changes = state, num_changes
         return self._num_changes
 
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
-        """Those of the chunks that are there now. Raises as `num_changes`."""
+        """Return the ids of the chunks that exist now. Raises as `num_changes`."""
         wanted, found = [int(chunk_id) for chunk_id in chunk_ids], set[ChunkId]()
         state_of(self._path)
         file = CorpusFile(self._path)
-        with contextlib.closing(file), file.reporting(), file.reading() as connection:
+        with contextlib.closing(file), file.translating_errors(), file.reading() as connection:
             for start in range(0, len(wanted), _BATCH):
                 batch = wanted[start : start + _BATCH]
                 statement = rows.SELECT_EXISTING.format(",".join("?" * len(batch)))
                 found.update(ChunkId(row[0]) for row in connection.execute(statement, batch))
         return found
 
-    def _look(self) -> tuple[str, int]:
-        """Identity and number of changes."""
+    def _read_state(self) -> tuple[str, int]:
+        """Return identity and number of changes."""
         file = CorpusFile(self._path)
-        with contextlib.closing(file), file.reporting(), file.reading() as connection:
+        with contextlib.closing(file), file.translating_errors(), file.reading() as connection:
             found = connection.execute("SELECT corpus_id, generation FROM state").fetchone()
         if found is None:
             raise CorruptKnowledgeBaseError(f"{self._path} has lost the record of its state")
@@ -68,11 +68,11 @@ class ClosedCorpus:
 
 
 def state_of(path: Path) -> State:
-    """What changes with a corpus' content.
+    """Return inode, time and size of a corpus file and its log; they change with its content.
 
     Raises:
-        KnowledgeBaseNotFoundError: there is no such file.
-        StorageError: it cannot be looked at, as in a folder that may not be entered.
+        KnowledgeBaseNotFoundError: The file does not exist.
+        StorageError: The file cannot be accessed.
     """
     try:
         found = [path.stat()]
@@ -81,5 +81,5 @@ def state_of(path: Path) -> State:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise KnowledgeBaseNotFoundError(f"there is no knowledge base in {path.parent}") from error
     except OSError as error:
-        raise StorageError(f"{path} cannot be looked at: {error.strerror or error}; see to its rights") from error
-    return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
+        raise StorageError(f"{path} cannot be accessed: {error.strerror or error}; check its permissions") from error
+    return tuple((status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size) for status in found)

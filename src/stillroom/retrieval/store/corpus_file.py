@@ -1,8 +1,8 @@
-"""The corpus' file as SQLite opens it, and SQLite's errors in our words.
+"""SQLite connections to the corpus file, and translation of SQLite's errors.
 
-Whoever may write keeps a log beside the file (WAL). In a folder that cannot be written SQLite can make none, not even
-for reading: the file is then read as it lies, which is all of it where no log is left. Somebody who may write there can
-still change it, so each reading looks before and after whether it is the same.
+The file has a write-ahead log (WAL). In a folder without write permission SQLite cannot open a log, not even for
+reading. The file is then opened as immutable, which is complete if no log is left. Another process may still change it,
+so each read compares the file's state before and after.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ _State = tuple[int, ...]
 
 
 class CorpusFile:
-    """One connection, or the one after it. Not thread-safe, but for `another`."""
+    """A connection to the corpus file, reopened if an immutable file has changed. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it. Raises as `reporting`."""
+        """Open the file, or make it. Raises as `translating_errors`."""
         self.path = path
-        with self.reporting():
+        with self.translating_errors():
             self._connection, self._state = _opened(path)
 
     def close(self) -> None:
@@ -35,10 +35,10 @@ class CorpusFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection.
+        """Yield the connection.
 
         Raises:
-            KnowledgeBaseBusyError: (in the end) what was read is of no one state.
+            KnowledgeBaseBusyError: At exit, if an immutable file was changed while it was read.
         """
         if self._state is not None and self._state != _state(self.path):
             self._connection.close()
@@ -47,34 +47,34 @@ class CorpusFile:
             yield self._connection
 
     @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """SQLite's errors in our words.
+    def translating_errors(self) -> Iterator[None]:
+        """Translate SQLite's errors.
 
         Raises:
-            KnowledgeBaseBusyError: somebody else writes and does not finish.
-            StorageError: the disk, or what may be done in the folder, is in the way.
-            CorruptKnowledgeBaseError: the file is damaged or no such database.
+            KnowledgeBaseBusyError: Another process holds SQLite's lock.
+            StorageError: The disk or the folder's permissions prevent the access.
+            CorruptKnowledgeBaseError: The file is damaged or not such a database.
         """
         try:
             yield
         except sqlite3.DatabaseError as error:
             if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)):
                 raise
-            raise self._explained(error) from None  # its message may quote a document
+            raise self._translated(error) from None  # SQLite's message may quote a document
 
-    def _explained(self, error: sqlite3.DatabaseError) -> KnowledgeBaseError:
+    def _translated(self, error: sqlite3.DatabaseError) -> KnowledgeBaseError:
         code = code_of(error, sqlite3.SQLITE_CORRUPT)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return KnowledgeBaseBusyError(f"{self.path} is locked by another process; try again later")
         if code in _STORAGE_CODES:
             return StorageError(
-                f"{self.path}: {reason_of(error)}; what was committed before is safe. Free some space or see "
-                "to the disk and the folder's rights, then run the same command again: it does the rest"
+                f"{self.path}: {reason_of(error)}; earlier commits are safe. Free some space or check the disk and the "
+                "folder's permissions, then run the same command again: it does the rest"
             )
         folder = self.path.parent
         return CorruptKnowledgeBaseError(
-            f"{self.path} is damaged: {reason_of(error)}; `stillroom verify --kb {folder}` says how far. Put it back "
-            "from a backup, or remove the folder and add the documents again",
+            f"{self.path} is damaged: {reason_of(error)}; `stillroom verify --kb {folder}` shows the extent. Restore a "
+            "backup, or remove the folder and add the documents again",
             part=self.path.name,
         )
 
@@ -90,15 +90,15 @@ _STORAGE_CODES = (
 
 
 @contextlib.contextmanager
-def read_beside(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection of its own, for reading beside everybody. Raises as `CorpusFile.reading`."""
+def separate_connection(path: Path) -> Iterator[sqlite3.Connection]:
+    """Yield a new connection for long reads. Raises as `CorpusFile.reading`."""
     connection, state = _opened(path)
     with contextlib.closing(connection), _unchanged(path, state):
         yield connection
 
 
 def _opened(path: Path) -> tuple[sqlite3.Connection, _State | None]:
-    """A connection, and the state of the file where it is read as it lies."""
+    """Return a connection, and the file's state if it is opened as immutable."""
     try:
         return _opened_with_log(path), None
     except sqlite3.OperationalError as error:
@@ -110,12 +110,12 @@ def _opened(path: Path) -> tuple[sqlite3.Connection, _State | None]:
 
 
 def _opened_with_log(path: Path) -> sqlite3.Connection:
-    with contextlib.suppress(OSError):  # SQLite says it in our words
-        create_file(path)  # SQLite gives its log the mode of the file
+    with contextlib.suppress(OSError):  # SQLite raises the error
+        create_file(path)  # with private permissions, which SQLite copies to its log
     connection = _connected(str(path))
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        # each commit is on the disk before it returns: what was reported as done outlives a power cut
+        # each commit is on the disk before it returns and survives a power cut
         connection.execute("PRAGMA synchronous = FULL")
     except sqlite3.Error:
         connection.close()
@@ -128,7 +128,7 @@ def _connected(name: str, *, is_uri: bool = False) -> sqlite3.Connection:
 
 
 def _state(path: Path) -> _State | None:
-    """Changes with the file; None where it is not all there is."""
+    """Return inode, size and time of the file; None if a log holds further changes."""
     try:
         log = path.with_name(f"{path.name}-wal")
         if log.exists() and log.stat().st_size:
@@ -141,7 +141,7 @@ def _state(path: Path) -> _State | None:
 
 @contextlib.contextmanager
 def _unchanged(path: Path, state: _State | None) -> Iterator[None]:
-    """What is read in here from a file as it lies is of that state."""
+    """Raise KnowledgeBaseBusyError at exit if an immutable file (`state` is not None) has changed."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The folder of a knowledge base as a place: its files, who may write, and what a killed process left behind.
+"""The folder of a knowledge base: file names, the write lock, and leftovers of killed processes.
 
-One writes at a time. The lock is the system's and ends with its process, however that ends, so a stale one cannot be;
-who holds it says so in `writer.json`, which is believed only while the lock is held.
+The lock is an operating system lock: it ends with its process, so it is never stale. `writer.json` names its holder and
+is read only while the lock is held.
 """
 
 import contextlib
@@ -21,117 +21,104 @@ from stillroom.core.folder_lock import FolderLock
 from stillroom.core.private_files import open_file
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 from stillroom.retrieval.store.document_names import UPLOADS
-from stillroom.retrieval.store.manifest import SAME_MANIFEST
+from stillroom.retrieval.store.manifest import MANIFEST_ADVICE
 
 MANIFEST = "manifest.json"
 CORPUS = "corpus.sqlite3"
 PROJECTIONS = ("dense.npz", "dense.lists", "sparse", "qdrant")
-"""What is made from the corpus, so that there was one where any of them is."""
+"""Files made from the corpus; if one exists, there was a corpus."""
 
 INCOMING = ".incoming"
-"""In it: those that have no place yet."""
+"""Folder in `uploads` for uploads in progress."""
 
 _LOCK = "write.lock"
 _WRITER = "writer.json"
 
-_OF_WRITERS = (".*.tmp", "sparse/.*.tmp", "sparse/.tmp*")
-"""Half-written files. Whoever holds the lock may remove them: nobody else writes any."""
+_LOCKED_LEFTOVERS = (".*.tmp", "sparse/.*.tmp", "sparse/.tmp*")
+"""Temporary files written under the lock; the next holder may remove them at once."""
 
-_OF_ANYBODY = (".list_heat.npz.*.tmp", ".scratch-*", f"{UPLOADS}/{INCOMING}/*")
-"""Those that are written without the lock, too."""
+_UNLOCKED_LEFTOVERS = (".list_heat.npz.*.tmp", ".scratch-*", f"{UPLOADS}/{INCOMING}/*")
+"""Temporary files written without the lock; removed after `_MAX_AGE_S`."""
 
 _MAX_AGE_S = 3600.0
-"""Nobody needs one of those for so long."""
 
 _OPENING_TIMEOUT_S = 10.0
 
 
-def check_may_be_made(path: Path) -> None:
-    """Refuse a folder with anything in it but what an interrupted making left behind.
-
-    Raises:
-        KnowledgeBaseError: it holds something.
-    """
+def check_is_empty(path: Path) -> None:
+    """Raises KnowledgeBaseError if a folder holds other files than those of an interrupted creation."""
     if path.exists() and (not path.is_dir() or any(not _is_own(entry.name) for entry in path.iterdir())):
-        raise KnowledgeBaseError(f"{path} is not empty and no knowledge base; give a new or an empty folder")
+        raise KnowledgeBaseError(f"{path} is not empty and not a knowledge base; give a new or an empty folder")
 
 
-def check_manifest_is_there(path: Path) -> None:
-    """Refuse a folder that has lost its manifest: it would count as something else, or as nothing.
-
-    Raises:
-        CorruptKnowledgeBaseError: it is missing, and the corpus is there.
-    """
+def check_manifest_exists(path: Path) -> None:
+    """Raises CorruptKnowledgeBaseError if a folder has a corpus and no manifest."""
     if (path / CORPUS).exists() and not (path / MANIFEST).exists():
         raise CorruptKnowledgeBaseError(
-            f"{path / MANIFEST} is missing, the documents are there; put it back from a backup. {SAME_MANIFEST}"
+            f"{path / MANIFEST} is missing, the documents are there; restore a backup. {MANIFEST_ADVICE}"
         )
 
 
-def check_corpus_is_there(path: Path) -> None:
-    """Refuse a folder whose corpus was lost: SQLite would make an empty one.
-
-    Raises:
-        CorruptKnowledgeBaseError: it is missing or empty, and there are indexes of it.
-    """
+def check_corpus_exists(path: Path) -> None:
+    """Raises CorruptKnowledgeBaseError if a folder has indexes and no corpus; SQLite would make an empty one."""
     corpus = path / CORPUS
     if corpus.exists() and corpus.stat().st_size:
         return
     if any((path / name).exists() for name in PROJECTIONS):
         state = "empty" if corpus.exists() else "missing"
         raise CorruptKnowledgeBaseError(
-            f"{corpus} is {state}, and with it every document; put it back from a backup, or remove the folder "
-            f"and make the knowledge base again: stillroom add PATH --kb {path}"
+            f"{corpus} is {state}, and with it every document; restore a backup, or remove the folder and make the "
+            f"knowledge base again: stillroom add PATH --kb {path}"
         )
 
 
 def leftovers(path: Path, now: float) -> list[Path]:
-    """What processes that were killed left half written. Exact only while the lock is held.
+    """Return temporary files of killed processes. Exact only while the lock is held.
 
     Args:
         now: Unix time in seconds.
     """
-    found = {one for pattern in _OF_WRITERS for one in path.glob(pattern)}
-    shared = {one for pattern in _OF_ANYBODY for one in path.glob(pattern)}
-    return sorted((found - shared) | {one for one in shared if _age(one, now) > _MAX_AGE_S})
+    locked = {file for pattern in _LOCKED_LEFTOVERS for file in path.glob(pattern)}
+    unlocked = {file for pattern in _UNLOCKED_LEFTOVERS for file in path.glob(pattern)}
+    return sorted((locked - unlocked) | {file for file in unlocked if _age(file, now) > _MAX_AGE_S})
 
 
-def sweep(path: Path, now: float) -> None:
-    """Remove `leftovers`. Only under the lock; what cannot be removed stays."""
-    for one in leftovers(path, now):
-        if one.is_dir():
-            shutil.rmtree(one, ignore_errors=True)
+def remove_leftovers(path: Path, now: float) -> None:
+    """Remove `leftovers`, as far as possible. Precondition: the caller holds the lock."""
+    for file in leftovers(path, now):
+        if file.is_dir():
+            shutil.rmtree(file, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
-                one.unlink()
+                file.unlink()
 
 
 class WriteLock:
-    """The right to write to one folder."""
+    """The write lock of a folder."""
 
     def __init__(self, folder: Path, clock: Clock, check: Callable[[], object] = lambda: None) -> None:
         """
         Args:
-            check: raises if the folder is no longer the one that was opened.
+            check: Raises an error if the folder was replaced since it was opened.
         """
         self._folder = folder
         self._clock = clock
         self._check = check
         self._reserved_by: int | None = None
-        """A thread that holds the lock, and is not writing right now."""
+        """The thread in `reserved`, while it is not in `held`."""
 
     @contextlib.contextmanager
-    def held(self, what: str, *, timeout_s: float = 0.0) -> Iterator[None]:
-        """Write in here. What a killed writer left half written is removed first.
+    def held(self, action: str, *, timeout_s: float = 0.0) -> Iterator[None]:
+        """Hold the lock. Leftovers of killed writers are removed first.
 
         Args:
-            what: is done, for whoever is refused meanwhile.
-            timeout_s: how long to wait for somebody else.
+            action: Shown to other processes that are refused meanwhile.
+            timeout_s: Time to wait for another holder.
 
         Raises:
-            KnowledgeBaseBusyError: somebody else is writing; it says who.
-            KnowledgeBaseNotFoundError: the folder was removed or replaced since it was opened.
-            StorageError: the folder cannot be written.
+            KnowledgeBaseBusyError: Another process or thread holds the lock; the message names it.
+            KnowledgeBaseNotFoundError: The folder was removed or replaced since it was opened.
+            StorageError: The folder cannot be written.
         """
         if self._reserved_by == threading.get_ident():
             self._reserved_by = None
@@ -140,33 +127,33 @@ class WriteLock:
             finally:
                 self._reserved_by = threading.get_ident()
             return
-        self._check()  # or the lock would be one on another folder
+        self._check()  # otherwise this could lock another folder
         lock = FolderLock(self._folder / _LOCK, timeout_s)
         try:
             lock.acquire()
         except Timeout as error:
             raise KnowledgeBaseBusyError(
-                f"somebody else is writing to {self._folder}{self._who()}; wait until that has finished, then try again"
+                f"another process is writing to {self._folder}{self._holder()}; wait until it has finished, then retry"
             ) from error
         except OSError as error:
             raise StorageError(
-                f"{self._folder} cannot be written: {error.strerror or error}; see to the disk and the folder's rights"
+                f"{self._folder} cannot be written: {error.strerror or error}; check the disk and the permissions"
             ) from error
         try:
-            self._sign(what)
+            self._note_holder(action)
             self._check()
-            sweep(self._folder, self._clock.unix())
+            remove_leftovers(self._folder, self._clock.unix())
             yield
         finally:
-            if lock.is_held:  # else it is another writer's
+            if lock.is_held:  # otherwise the file is another writer's
                 with contextlib.suppress(OSError):
                     (self._folder / _WRITER).unlink(missing_ok=True)
             lock.release()
 
     @contextlib.contextmanager
-    def reserved(self, what: str) -> Iterator[None]:
-        """As `held`, and in here this thread may enter `held`, once at a time, which does not let go of it."""
-        with self.held(what):
+    def reserved(self, action: str) -> Iterator[None]:
+        """As `held`; in this context, the thread may enter `held` repeatedly without releasing the lock."""
+        with self.held(action):
             self._reserved_by = threading.get_ident()
             try:
                 yield
@@ -174,27 +161,23 @@ class WriteLock:
                 self._reserved_by = None
 
     @contextlib.contextmanager
-    def held_to_look(self, what: str) -> Iterator[bool]:
-        """As `held`, for what can do without writing: not held where the folder may not be written.
-
-        Yields:
-            Whether it is held.
-        """
+    def held_if_writable(self, action: str) -> Iterator[bool]:
+        """As `held` if the folder can be written, otherwise without the lock. Yields whether the lock is held."""
         may_write = os.access(self._folder, os.W_OK)
-        with self.held(what) if may_write else contextlib.nullcontext():
+        with self.held(action) if may_write else contextlib.nullcontext():
             yield may_write
 
-    def held_to_open(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """As `held`, for what is done once and quickly when a folder is opened; who comes second waits."""
-        return self.held(what, timeout_s=_OPENING_TIMEOUT_S)
+    def held_while_opening(self, action: str) -> contextlib.AbstractContextManager[None]:
+        """As `held`, for quick work when a folder is opened: waits up to 10 s for another holder."""
+        return self.held(action, timeout_s=_OPENING_TIMEOUT_S)
 
-    def _sign(self, what: str) -> None:
-        content = {"pid": os.getpid(), "host": socket.gethostname(), "what": what, "since": self._clock.unix()}
-        with contextlib.suppress(OSError), open_file(self._folder / _WRITER) as file:  # not on a full disk
+    def _note_holder(self, action: str) -> None:
+        content = {"pid": os.getpid(), "host": socket.gethostname(), "what": action, "since": self._clock.unix()}
+        with contextlib.suppress(OSError), open_file(self._folder / _WRITER) as file:  # fails on a full disk
             file.write(json.dumps(content).encode() + b"\n")
 
-    def _who(self) -> str:
-        """`: process 42 on alba (add, since 14:03:10)`; empty where that is unknown."""
+    def _holder(self) -> str:
+        """Return `: process 42 on alba (add, since 14:03:10)`, or "" if unknown."""
         try:
             found = json.loads((self._folder / _WRITER).read_text(encoding="utf-8"))
             since = time.strftime("%H:%M:%S", time.localtime(float(found["since"])))
@@ -204,7 +187,7 @@ class WriteLock:
 
 
 def _is_own(name: str) -> bool:
-    """Whether an interrupted making may have left it."""
+    """Return whether an interrupted creation may have left a file of this name."""
     return name in (_LOCK, _WRITER) or (name.startswith(f".{MANIFEST}.") and name.endswith(".tmp"))
 
 

@@ -1,6 +1,6 @@
-"""What a knowledge base was made with. Its manifest wins over the configuration when it is opened again.
+"""The manifest: the settings that a knowledge base was made with. They override the configuration.
 
-Vectors of different models cannot be compared, so a configuration that names another embedder is refused.
+A configuration with another embedder is refused: vectors of different models cannot be compared.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ from stillroom.retrieval.embedder import Embedder
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
-"""1 had no metadata and no pages. Opening a knowledge base of an earlier version makes it one of this version."""
+"""Version 1 had no metadata and no pages. Opening a knowledge base upgrades it to this version."""
 
 _GOALS = ("ann_recall", "search_budget_s")
-SEARCHING = ("ef_search", "nprobe", *_GOALS)
-"""Settings of the index that do not change what is stored."""
+SEARCH_SETTINGS = ("ef_search", "nprobe", *_GOALS)
+"""Settings of the index that do not change the stored data."""
 
-SAME_MANIFEST = (
-    "If the knowledge base was made with the default settings, the manifest.json of any other that was will do; else "
-    "remove the folder and add the documents again"
+MANIFEST_ADVICE = (
+    "If the knowledge base had default settings, copy the manifest.json of another one with default settings; "
+    "otherwise remove the folder and add the documents again"
 )
 
-HERE = ("hot_bytes", "device_bytes", "devices")
-"""Settings of the index that are about this machine: the manifest has none of them."""
+MACHINE_SETTINGS = ("hot_bytes", "device_bytes", "devices")
+"""Settings of the index that depend on the machine; the manifest does not contain them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,64 +45,68 @@ class Manifest:
     """The fixed settings of one knowledge base."""
 
     model: str
-    """Name or absolute folder of the embedder."""
+    """Name, or absolute path, of the embedder."""
     fingerprint: str
     dimension: int
     chunker: ChunkerConfig
     index: IndexConfig
     format_version: int = FORMAT_VERSION
-    """As it was read."""
+    """Version of the file that was read."""
 
     def save(self, path: Path) -> None:
-        """Write the manifest, whole or not at all."""
+        """Write the manifest atomically."""
         content = {
             "format_version": FORMAT_VERSION,
             "embedder": {"model": self.model, "fingerprint": self.fingerprint, "dimension": self.dimension},
             "chunker": dataclasses.asdict(self.chunker),
-            "index": {name: value for name, value in dataclasses.asdict(self.index).items() if name not in HERE},
+            "index": {
+                name: value for name, value in dataclasses.asdict(self.index).items() if name not in MACHINE_SETTINGS
+            },
         }
         write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     def applied_to(self, config: StillroomConfig) -> StillroomConfig:
-        """The configuration as it holds for this knowledge base. What only changes how a search or an embedding is
-        computed (`ef_search`, `ann_recall`, `hot_bytes`, `batch_size`, `dtype`, ...) stays the user's.
+        """Return the configuration with the settings of this knowledge base. Settings that only change how a search or
+        an embedding is computed (`ef_search`, `ann_recall`, `hot_bytes`, `batch_size`, `dtype`) stay those of `config`.
 
         Raises:
-            IncompatibleKnowledgeBaseError: the configuration names another embedder.
+            IncompatibleKnowledgeBaseError: The configuration names another embedder.
         """
         return dataclasses.replace(
             config,
             chunker=self.chunker,
             embedder=dataclasses.replace(config.embedder, model=self._agreed_model(config.embedder)),
-            index=self._index_searched_as(config.index),
+            index=self._merged_index(config.index),
         )
 
-    def warn_of_other_settings(self, config: StillroomConfig, path: Path) -> None:
-        """Say which settings of the configuration do not hold for the knowledge base at `path`, as they were fixed when
-        it was made. What is the default counts as not set."""
+    def warn_of_ignored_settings(self, config: StillroomConfig, path: Path) -> None:
+        """Log the settings of `config` that are ignored because the knowledge base was made with others. A default
+        value counts as not set."""
         sections = (("chunker", self.chunker, config.chunker), ("index", self.index, config.index))
-        others = [one for name, made, asked in sections for one in _others(name, made, asked)]
-        if others:
+        ignored = [setting for name, made, asked in sections for setting in _ignored_settings(name, made, asked)]
+        if ignored:
             logger.warning(
-                "%s was made with settings that hold: %s; to change them, add the files to a new knowledge base",
+                "%s keeps the settings it was made with: %s; to change them, add the files to a new knowledge base",
                 path,
-                ", ".join(others),
+                ", ".join(ignored),
             )
 
-    def _index_searched_as(self, asked: IndexConfig) -> IndexConfig:
-        """The index of this knowledge base with what the user says about searching it; one goal replaces the other."""
+    def _merged_index(self, asked: IndexConfig) -> IndexConfig:
+        """Return the index settings with the search settings of the user; one goal replaces the other."""
         default = IndexConfig()
-        said = {name: getattr(asked, name) for name in SEARCHING if getattr(asked, name) != getattr(default, name)}
-        if any(goal in said for goal in _GOALS):
-            said = dict.fromkeys(_GOALS, 0.0) | said
-        said |= {name: getattr(asked, name) for name in HERE}
-        return dataclasses.replace(self.index, **said)
+        changed = {
+            name: getattr(asked, name) for name in SEARCH_SETTINGS if getattr(asked, name) != getattr(default, name)
+        }
+        if any(goal in changed for goal in _GOALS):
+            changed = dict.fromkeys(_GOALS, 0.0) | changed
+        changed |= {name: getattr(asked, name) for name in MACHINE_SETTINGS}
+        return dataclasses.replace(self.index, **changed)
 
     def _agreed_model(self, asked: EmbedderConfig) -> str:
         if asked.model in (self.model, EmbedderConfig().model):
             return self.model
         try:
-            if Embedder(asked).fingerprint == self.fingerprint:  # the same model in another place
+            if Embedder(asked).fingerprint == self.fingerprint:  # the same model at another path
                 return asked.model
         except ModelNotFoundError:
             pass
@@ -112,20 +116,15 @@ class Manifest:
         )
 
 
-def _others(section: str, made: Any, asked: Any) -> Iterator[str]:
-    """The settings of a section that were set otherwise than it was made."""
+def _ignored_settings(section: str, made: Any, asked: Any) -> Iterator[str]:
     default = dataclasses.asdict(type(asked)())
     for name, value in dataclasses.asdict(asked).items():
-        if name not in (*SEARCHING, *HERE) and value not in (default[name], getattr(made, name)):
+        if name not in (*SEARCH_SETTINGS, *MACHINE_SETTINGS) and value not in (default[name], getattr(made, name)):
             yield f"{section}.{name} is {getattr(made, name)!r}, not {value!r}"
 
 
 def new_manifest(config: StillroomConfig, embedder: Embedder) -> Manifest:
-    """For a new knowledge base.
-
-    Raises:
-        ModelNotFoundError: the embedder is not there.
-    """
+    """Make the manifest of a new knowledge base. Raises ModelNotFoundError if the embedder is missing."""
     folder = Path(config.embedder.model).expanduser()
     model = str(folder.absolute()) if folder.is_dir() else config.embedder.model
     return Manifest(model, embedder.fingerprint, embedder.dimension, config.chunker, config.index)
@@ -135,9 +134,9 @@ def load_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        KnowledgeBaseNotFoundError: there is none.
-        IncompatibleKnowledgeBaseError: another version of Stillroom wrote it.
-        CorruptKnowledgeBaseError: it cannot be read.
+        KnowledgeBaseNotFoundError: It does not exist.
+        IncompatibleKnowledgeBaseError: A later version of Stillroom wrote it.
+        CorruptKnowledgeBaseError: It cannot be read.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +147,7 @@ def load_manifest(path: Path) -> Manifest:
         raise KnowledgeBaseNotFoundError(f"there is no knowledge base in {path.parent}; add documents first") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptKnowledgeBaseError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); put it back from a backup. {SAME_MANIFEST}",
+            f"{path} cannot be read ({type(error).__name__}: {error}); restore a backup. {MANIFEST_ADVICE}",
             part=path.name,
         ) from error
     raise IncompatibleKnowledgeBaseError(
@@ -158,17 +157,17 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def upgraded(path: Path, manifest: Manifest) -> Manifest:
-    """Claim the folder for this version, so that no earlier one opens it. The corpus knows by itself how far it is.
+    """Write a manifest of this version, so that no earlier Stillroom opens the folder. The corpus upgrades itself.
 
     Raises:
-        KnowledgeBaseError: it cannot be written.
+        KnowledgeBaseError: The folder cannot be written.
     """
     try:
         manifest.save(path)
     except OSError as error:
         raise KnowledgeBaseError(
-            f"{path.parent} was made by an earlier Stillroom and has to be written to once: {error.strerror or error}; "
-            "open it where it can be written"
+            f"{path.parent} was made by an earlier Stillroom and must be upgraded: {error.strerror or error}; "
+            "open it once where it can be written"
         ) from error
     return dataclasses.replace(manifest, format_version=FORMAT_VERSION)
 

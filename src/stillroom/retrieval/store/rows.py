@@ -1,6 +1,6 @@
-"""The corpus' tables, its statements, and the values that go in and come out. No connection here.
+"""SQL of the corpus: tables, statements, and conversion of rows to values. No connection here.
 
-The tables' own number (`PRAGMA user_version`) is `SCHEMA_VERSION`, or 0 as the first version left it.
+`PRAGMA user_version` holds `SCHEMA_VERSION`, or 0 for files of the first version.
 """
 
 import json
@@ -16,7 +16,7 @@ from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of, public_id
 from stillroom.core.metadata import Metadata, metadata_from_json, metadata_to_json
 
 SCHEMA_VERSION = 4
-"""2 had no names of commits; 3 named uploads by their absolute paths, and knew no public ids."""
+"""Version 2 had no commit ids; version 3 named uploads by absolute paths and had no public ids."""
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS state (
@@ -42,8 +42,8 @@ SCHEMA = (
     """CREATE TRIGGER IF NOT EXISTS commits_have_names AFTER UPDATE OF generation ON state BEGIN
         INSERT OR REPLACE INTO commits VALUES (new.generation, lower(hex(randomblob(16)))); END""",
 )
-"""As the first version made them, but for `commits`, of version 3. A commit's name tells it from one of the same number
-that a restored backup has undone. Columns that came since are in `ADDED_COLUMNS`, for new tables and old ones alike."""
+"""Tables of the first version, and `commits` of version 3. A commit id differs from that of a commit with the same
+generation that a restored backup has undone. Later columns are in `ADDED_COLUMNS`, for new and old files."""
 
 ADDED_COLUMNS = (
     ("sources", "metadata", "TEXT NOT NULL DEFAULT '{}'"),
@@ -52,7 +52,7 @@ ADDED_COLUMNS = (
     ("chunks", "start_page", "INTEGER NOT NULL DEFAULT 0"),
     ("chunks", "end_page", "INTEGER NOT NULL DEFAULT 0"),
 )
-"""Table, column, definition. What `add --meta` says of a file is in `sources`, and with it in `documents`."""
+"""Table, column, definition. Given metadata (`add --meta`) is in `sources`; merged metadata is in `documents`."""
 
 INDEX_OF_ADDED = "CREATE INDEX IF NOT EXISTS documents_by_public_id ON documents (public_id)"
 
@@ -69,9 +69,10 @@ SELECT_PUBLIC_INFOS = f"{_INFO} WHERE public_id > ? ORDER BY public_id LIMIT ?"
 SELECT_INFOS_OF = f"{_INFO} WHERE document_id = :name OR path = :name OR public_id = :name ORDER BY document_id"
 SELECT_STORED = """SELECT document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata
     FROM documents WHERE path = ?"""
-SELECT_KNOWN_AS = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
+SELECT_COMPARED = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 PENDING = -2
+"""`sources.size` of a file whose upload has not finished."""
 SELECT_PENDING = f"SELECT path FROM sources WHERE size = {PENDING} ORDER BY path"
 UNREAD_SOURCES = "UPDATE sources SET size = -1, content_hash = ''"
 UNREAD_SOURCE = f"{UNREAD_SOURCES} WHERE path = ?"
@@ -93,21 +94,21 @@ MOVE_CHUNK = "UPDATE chunks SET start_line = ?, end_line = ?, start_page = ?, en
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was when it was read to its end, with the file beside it that describes it, if there is one."""
+    """State of a file and its sidecar when they were read."""
 
     path: str
     size: int
-    """Bytes of both; -1 if it has to be read again, `PENDING` while an upload of it has not ended."""
+    """Sum of both in bytes; -1 if the file must be read again, `PENDING` while its upload has not finished."""
     mtime_ns: int
-    """Of both, added up."""
+    """Sum of both."""
     content_hash: str
     metadata: Metadata = field(default_factory=dict)
-    """What was said of the file when it was added (`add --meta`)."""
+    """Given metadata (`add --meta`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceUpdate:
-    """Replace what is known of a file; None forgets it."""
+    """Replaces the record of a file; None deletes it."""
 
     path: str
     source: SourceFile | None
@@ -115,11 +116,11 @@ class SourceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document on its way into the corpus."""
+    """A document to be stored."""
 
     document_id: DocumentId
     path: str
-    """The file it comes from."""
+    """Name of its file."""
     record_id: str | None
     title: str
     content_hash: str
@@ -134,13 +135,13 @@ class StoredDocument:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What happened to the chunks since some generation."""
+    """Changes of chunks since a generation."""
 
     generation: int
-    """The generation that an index has when it has applied them."""
+    """Generation of an index after applying them."""
     removed: tuple[ChunkId, ...]
     added: tuple[ChunkId, ...]
-    """New, or read differently than before; in the order they came."""
+    """New or changed chunks, in commit order."""
 
 
 def chunk(row: tuple[Any, ...]) -> Chunk:
@@ -198,10 +199,10 @@ def document_row(document: StoredDocument, generation: int) -> tuple[object, ...
 def stored_document(
     row: tuple[Any, ...], name: str, chunks: Sequence[Chunk], vectors: NDArray[np.float32]
 ) -> StoredDocument:
-    """A document of `SELECT_STORED` whose file has another name now; its chunks are named after it.
+    """Convert a row of `SELECT_STORED` whose file is now called `name`; document and chunk ids change with it.
 
     Args:
-        vectors: of the chunks, [len(chunks), d].
+        vectors: [len(chunks), d].
     """
     document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata = row
     renamed = DocumentId(name + document_id.removeprefix(path))
@@ -214,15 +215,16 @@ def stored_document(
         num_bytes=num_bytes,
         added_at=added_at,
         chunks=tuple(
-            replace(one, document_id=renamed, chunk_id=chunk_id_of(renamed, one.ordinal, one.text)) for one in chunks
+            replace(part, document_id=renamed, chunk_id=chunk_id_of(renamed, part.ordinal, part.text))
+            for part in chunks
         ),
         vectors=vectors,
         metadata=metadata_from_json(metadata),
     )
 
 
-def known_as(document: StoredDocument) -> tuple[object, ...]:
-    """What a filter may ask about a document, and on which lines it says what, as `SELECT_KNOWN_AS` gives it."""
+def compared(document: StoredDocument) -> tuple[object, ...]:
+    """Return the fields that make a document changed even if its chunks are equal, as in `SELECT_COMPARED`."""
     return (document.path, document.title, metadata_to_json(document.metadata), document.content_hash)
 
 

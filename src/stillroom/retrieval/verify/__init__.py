@@ -1,1 +1,1 @@
-"""Is a knowledge base whole: SQLite, vectors, postings and uploaded files, each and against the others."""
+"""Checks and repairs a knowledge base: SQLite, vectors, postings and uploaded files."""

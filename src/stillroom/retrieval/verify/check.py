@@ -1,99 +1,140 @@
-"""`stillroom verify`: SQLite, vectors and postings of a knowledge base, each whole and all saying the same.
+"""A run of `stillroom verify`: checks SQLite, then the indexes against it, then the uploaded files; repairs them.
 
-SQLite first, for the others are compared with it; uploaded files last. Repairing makes SQLite whole, then makes an
-index that differs anew. The caller holds the write lock, unless it may not write and only looks.
+Repairing fixes SQLite, then rebuilds each index that differs. Precondition: the caller holds the write lock, unless the
+folder cannot be written and nothing is repaired.
 """
 
 import dataclasses
+import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
+from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.sqlite_errors import code_of, reason_of
-from stillroom.errors import CorruptKnowledgeBaseError, StorageError
+from stillroom.errors import CorruptKnowledgeBaseError, DocumentError, StorageError
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.indexes import Indexes
+from stillroom.retrieval.intake.reading import source_of
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS
+from stillroom.retrieval.uploaded_files import uploaded_files
 from stillroom.retrieval.verify.corpus import CorpusDamage, Embed, check_corpus, repair_corpus
 from stillroom.retrieval.verify.indexes import check_dense, check_sparse
-from stillroom.retrieval.verify.report import Finding, Steps, Tell, VerifyReport
-from stillroom.retrieval.verify.uploads import check_uploads
+from stillroom.retrieval.verify.report import Finding, OnProgress, StepCounter, VerifyReport, finding
 
 
 class Verification:
-    """One run."""
+    """One run of `stillroom verify`."""
 
     def __init__(
         self, folder: Path, corpus: Corpus, indexes: Indexes, config: StillroomConfig, dimension: int, clock: Clock
     ) -> None:
-        """`indexes`: those that searches use; they are told what was made anew."""
         self._folder, self._corpus, self._indexes = folder, corpus, indexes
         self._config, self._dimension, self._clock = config, dimension, clock
 
-    def run(self, embed: Embed | None, tell: Tell) -> VerifyReport:
-        """Check everything.
+    def run(self, embed: Embed | None, on_progress: OnProgress) -> VerifyReport:
+        """Check everything, and repair it if `embed` is given.
 
         Args:
-            embed: makes vectors of texts; None repairs nothing.
+            embed: Embeds texts whose vectors are lost; None repairs nothing.
 
         Raises:
-            StorageError: the disk is full or failing.
+            StorageError: The disk is full or failing.
         """
         began = self._clock.monotonic()
-        findings, damage = self._check_corpus(embed, tell)
+        findings, damage = self._check_corpus(embed, on_progress)
         if not damage.pages and not damage.vectors:
-            findings += self._check_indexes(embed is not None, tell)
+            findings += self._check_indexes(embed is not None, on_progress)
         if not damage.pages:
-            findings += check_uploads(self._folder, self._corpus, self._config.documents)
+            findings += _check_uploads(self._folder, self._corpus, self._config.documents)
         counts = (0, 0) if damage.pages else (self._corpus.num_documents, self._corpus.num_chunks)
         return VerifyReport(*counts, tuple(findings), self._clock.monotonic() - began)
 
-    def _check_corpus(self, embed: Embed | None, tell: Tell) -> tuple[list[Finding], CorpusDamage]:
+    def _check_corpus(self, embed: Embed | None, on_progress: OnProgress) -> tuple[list[Finding], CorpusDamage]:
         path = self._folder / CORPUS
         try:
             num_chunks = self._corpus.num_chunks
-            damage = check_corpus(path, self._dimension, Steps(num_chunks, _third(tell, 0)))
+            damage = check_corpus(path, self._dimension, _counter(num_chunks, on_progress, 0))
             found = list(damage.findings())
             if not found or embed is None:
                 return found, damage
             repair_corpus(path, damage, embed)
-            left = check_corpus(path, self._dimension, Steps(num_chunks, _third(tell, 0)))
+            left = check_corpus(path, self._dimension, _counter(num_chunks, on_progress, 0))
         except sqlite3.DatabaseError as error:
             reason = reason_of(error)
             if code_of(error, 0) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-                raise StorageError(f"{path}: {reason}; see to the disk and its free space, then check again") from None
+                raise StorageError(f"{path}: {reason}; check the disk and its free space, then verify again") from None
             damage = CorpusDamage(pages=[reason])
             return list(damage.findings()), damage
         except CorruptKnowledgeBaseError as error:
             damage = CorpusDamage(pages=[str(error)])
             return list(damage.findings()), damage
-        remaining = {finding.problem for finding in left.findings()}
-        return [_marked(finding, finding.problem not in remaining) for finding in found], left
+        return _marked(found, list(left.findings())), left
 
-    def _check_indexes(self, is_repairing: bool, tell: Tell) -> list[Finding]:
-        found = self._compare(tell)
+    def _check_indexes(self, is_repairing: bool, on_progress: OnProgress) -> list[Finding]:
+        found = self._compare(on_progress)
         if not found or not is_repairing:
             return found
-        parts = {finding.part for finding in found}
+        parts = {one.part for one in found}
         self._indexes.rebuild(dense="dense" in parts, sparse="sparse" in parts)
-        remaining = {finding.problem for finding in self._compare(tell)}
-        return [_marked(finding, finding.problem not in remaining) for finding in found]
+        return _marked(found, self._compare(on_progress))
 
-    def _compare(self, tell: Tell) -> list[Finding]:
-        """With both indexes opened anew; an embedded collection, which only one may open, as it is open."""
+    def _compare(self, on_progress: OnProgress) -> list[Finding]:
+        """Compare both indexes, opened again from their files (except an embedded collection), with the corpus."""
         num_chunks = self._corpus.num_chunks
         with self._indexes.reopened_dense() as dense:
-            found = list(check_dense(dense, self._folder, self._corpus, Steps(num_chunks, _third(tell, 1))))
+            found = list(check_dense(dense, self._folder, self._corpus, _counter(num_chunks, on_progress, 1)))
         sparse = Bm25Index(self._folder / "sparse", self._corpus.corpus_id, self._corpus.commit_id)
-        return found + list(check_sparse(sparse, self._corpus, Steps(num_chunks, _third(tell, 2))))
+        return found + list(check_sparse(sparse, self._corpus, _counter(num_chunks, on_progress, 2)))
 
 
-def _third(tell: Tell, number: int) -> Tell:
-    """The work has three parts of as many chunks each."""
-    return lambda done, total: tell(number * total + done, 3 * total)
+def _counter(num_chunks: int, on_progress: OnProgress, part: int) -> StepCounter:
+    """Count the steps of one of three parts, each with a step per chunk."""
+    return StepCounter(num_chunks, lambda done, total: on_progress(part * total + done, 3 * total))
 
 
-def _marked(finding: Finding, is_repaired: bool) -> Finding:
-    return dataclasses.replace(finding, is_repaired=is_repaired)
+def _marked(found: list[Finding], remaining: list[Finding]) -> list[Finding]:
+    """Mark the findings that do not remain as repaired."""
+    problems = {one.problem for one in remaining}
+    return [dataclasses.replace(one, is_repaired=one.problem not in problems) for one in found]
+
+
+def _check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Iterator[Finding]:
+    """Compare uploaded files with their records in the corpus, by name and hash. A deleted file is not a finding: its
+    text is in SQLite. Nothing is repaired: only the user knows whether the file or the index is right."""
+    sources, paths = corpus.sources(), corpus.paths()
+    unknown, changed = [], []
+    for path in uploaded_files(Path(os.path.abspath(folder))):
+        name = corpus.names.name_of(str(path))
+        source = sources.get(name)
+        if source is None or (not source.content_hash and name not in paths):
+            unknown.append(path)
+        elif source.content_hash and _hash(path, config) != source.content_hash:
+            changed.append(path)  # without a hash, some of its records were removed
+    if unknown:
+        yield finding(
+            "uploads",
+            "uploaded files that are not indexed",
+            "searches do not find them: an upload or a removal was killed. A server indexes those of uploads when it "
+            "starts. Upload them again, index them as they are (stillroom add FILE), or delete them",
+            unknown,
+            is_repairable=False,
+        )
+    if changed:
+        yield finding(
+            "uploads",
+            "uploaded files that have changed since they were indexed",
+            "searches find their old content. Upload them again, or index them as they are: stillroom add FILE",
+            changed,
+            is_repairable=False,
+        )
+
+
+def _hash(path: Path, config: DocumentsConfig) -> str:
+    try:
+        return source_of(path, None, config).content_hash
+    except DocumentError:
+        return ""

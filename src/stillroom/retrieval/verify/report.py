@@ -1,13 +1,15 @@
-"""What checking a knowledge base finds, and the pace it is told at. No checking here."""
+"""Findings and report of `stillroom verify`, and progress counting. No checks here."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from stillroom.core.ids import ChunkId, format_chunk_id
 
 Part = Literal["corpus", "vectors", "dense", "sparse", "uploads"]
 
-Tell = Callable[[int, int], None]
-"""Told how many of how many steps are done."""
+OnProgress = Callable[[int, int], None]
+"""Called with the numbers of done and of all steps."""
 
 _MAX_EXAMPLES = 3
 
@@ -18,33 +20,21 @@ class Finding:
 
     part: Part
     problem: str
-    """What is wrong."""
     meaning: str
-    """What it means for searches, what repairing does, and what is left to do."""
+    """Consequence for searches, effect of repairing, and what is left to do."""
     num: int = 1
-    """How many rows, chunks or files."""
+    """Number of rows, chunks or files."""
     examples: tuple[str, ...] = ()
-    """Some of them."""
     is_repaired: bool = False
     is_repairable: bool = True
-    """Whether repairing can help."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
-        return {
-            "part": self.part,
-            "problem": self.problem,
-            "meaning": self.meaning,
-            "num": self.num,
-            "examples": list(self.examples),
-            "is_repaired": self.is_repaired,
-            "is_repairable": self.is_repairable,
-        }
+        return {**asdict(self), "examples": list(self.examples)}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and what was found."""
+    """Result of `stillroom verify`."""
 
     num_documents: int
     num_chunks: int
@@ -53,16 +43,15 @@ class VerifyReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether SQLite, vectors, postings and uploaded files agree, and all of it is as it was written."""
+        """Whether SQLite, vectors, postings and uploaded files are undamaged and agree."""
         return not self.findings
 
     @property
     def needs_repair(self) -> bool:
-        """Whether repairing can help against anything that was found and not repaired."""
+        """Whether there are repairable findings that were not repaired."""
         return any(finding.is_repairable and not finding.is_repaired for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
         return {
             "num_documents": self.num_documents,
             "num_chunks": self.num_chunks,
@@ -73,20 +62,24 @@ class VerifyReport:
         }
 
 
-class Steps:
-    """Counts steps of several parts of the work, and tells."""
+class StepCounter:
+    """Counts steps and reports progress."""
 
-    def __init__(self, total: int, tell: Tell) -> None:
-        self._done, self._total, self._tell = 0, max(1, total), tell
+    def __init__(self, total: int, on_progress: OnProgress) -> None:
+        self._done, self._total, self._on_progress = 0, max(1, total), on_progress
 
     def __call__(self, num: int) -> None:
         self._done = min(self._total, self._done + num)
-        self._tell(self._done, self._total)
+        self._on_progress(self._done, self._total)
 
 
 def finding(
     part: Part, problem: str, meaning: str, of: Sequence[object] = (), *, is_repairable: bool = True
 ) -> Finding:
-    """One about these things; at least one where none is named."""
-    examples = tuple(str(one) for one in of[:_MAX_EXAMPLES])
+    """Make a finding about the objects `of`, with the first of them as examples."""
+    examples = tuple(str(example) for example in of[:_MAX_EXAMPLES])
     return Finding(part, problem, meaning, max(1, len(of)), examples, is_repairable=is_repairable)
+
+
+def hex_ids(chunk_ids: Sequence[int]) -> list[str]:
+    return [format_chunk_id(ChunkId(chunk_id)) for chunk_id in chunk_ids]

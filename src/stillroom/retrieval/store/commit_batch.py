@@ -1,4 +1,4 @@
-"""Documents between the loader and the corpus: what waits for the next commit, and when two versions say the same."""
+"""Documents that wait for the next commit, and the content hash that tells whether a document changed."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from stillroom.retrieval.store.rows import SourceUpdate, StoredDocument
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingDocument:
     """A document that waits for its batch."""
 
     document: Document
@@ -24,17 +24,17 @@ class Pending:
     content_hash: str
     num_bytes: int
     outcome: Literal["added", "updated", "unchanged"]
-    """What the report counts it as. `unchanged`: it says the same, on other lines or pages."""
+    """Outcome for the report. `unchanged`: the same content on other lines or pages."""
     chunks: list[Chunk]
     known: dict[str, NDArray[np.float32]]
-    """Embeddings from the document's last version, by the text that was embedded."""
+    """Embeddings of the document's last version, by embedded text."""
 
     def texts(self) -> list[str]:
-        """What has to be embedded."""
+        """Return the texts that have to be embedded."""
         return [chunk.indexed_text for chunk in self.chunks if chunk.indexed_text not in self.known]
 
     def stored(self, vectors: Iterator[NDArray[np.float32]], now: float) -> StoredDocument:
-        """As the corpus takes it; `vectors` are those of `texts`."""
+        """Return the document for the corpus. `vectors` yields the embeddings of `texts`."""
         rows = [
             self.known[chunk.indexed_text] if chunk.indexed_text in self.known else next(vectors)
             for chunk in self.chunks
@@ -55,9 +55,9 @@ class Pending:
 
 @dataclass(slots=True)
 class CommitBatch:
-    """What the next commit does."""
+    """Content of the next commit."""
 
-    documents: list[Pending] = field(default_factory=list)
+    documents: list[PendingDocument] = field(default_factory=list)
     sources: list[SourceUpdate] = field(default_factory=list)
     removed: list[DocumentId] = field(default_factory=list)
     num_chunks: int = 0
@@ -66,21 +66,21 @@ class CommitBatch:
 
 
 def content_hash_of(document: Document) -> str:
-    """SHA-256 of what the document says (title, headings, paragraphs, metadata), and after a colon of the lines and
-    pages that it says it on. A document without metadata and pages has the hash that it had before there were any."""
-    says: list[object] = [
+    """Return two SHA-256 hashes, joined by a colon: of the content (title, headings, paragraphs, metadata), and of its
+    lines and pages. Without metadata and pages the hashes equal those of earlier versions."""
+    content: list[object] = [
         document.title,
         [(paragraph.text, paragraph.heading_path) for paragraph in document.paragraphs],
     ]
-    says += [metadata_to_json(document.metadata)] if document.metadata else []
+    content += [metadata_to_json(document.metadata)] if document.metadata else []
     where: list[object] = [(paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
     if any(paragraph.end_page for paragraph in document.paragraphs):
         where += [(paragraph.start_page, paragraph.end_page) for paragraph in document.paragraphs]
-    return ":".join(_hash(part) for part in (says, where))
+    return ":".join(_hash(part) for part in (content, where))
 
 
 def _hash(parts: list[object]) -> str:
-    """Piece by piece: headings recur, and all of them in one text could be far larger than the document."""
+    """Hash the JSON text in pieces; with repeated headings, the whole text could be far larger than the document."""
     sha = hashlib.sha256()
     for piece in json.JSONEncoder().iterencode(parts):
         sha.update(piece.encode())
@@ -88,7 +88,7 @@ def _hash(parts: list[object]) -> str:
 
 
 def outcome_of(known_hash: str | None, content_hash: str) -> Literal["added", "updated", "unchanged"]:
-    """Of a document, given its hashes before and now."""
+    """Compare the hashes of a document before and now."""
     if known_hash is None:
         return "added"
     return "unchanged" if known_hash.partition(":")[0] == content_hash.partition(":")[0] else "updated"

@@ -1,0 +1,90 @@
+"""Writes documents to the corpus within one transaction; renames documents of earlier versions."""
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from stillroom.core.document import Chunk
+from stillroom.core.ids import DocumentId, public_id
+from stillroom.retrieval.store import rows
+from stillroom.retrieval.store.document_names import DocumentNames
+from stillroom.retrieval.store.rows import SourceUpdate, StoredDocument
+
+
+class CorpusWriter:
+    """The changes of one transaction. The generation rises only if a document changed."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._generation = int(connection.execute("SELECT generation FROM state").fetchone()[0]) + 1
+        self._num_changes = 0
+
+    def put(self, document: StoredDocument) -> None:
+        """Add or replace a document. Unchanged chunks keep their generation, so indexes need not update them."""
+        found = self._connection.execute(rows.SELECT_CHUNKS_OF, (document.document_id, -1, 0)).fetchall()
+        old: Mapping[int, Chunk] = {row[0]: rows.chunk(row) for row in found}
+        compared = self._connection.execute(rows.SELECT_COMPARED, (document.document_id,)).fetchone()
+        if compared != rows.compared(document):
+            self._num_changes += 1
+        self._connection.execute(rows.PUT_DOCUMENT, rows.document_row(document, self._generation))
+        new = {chunk.chunk_id for chunk in document.chunks}
+        self._remove_chunks([chunk_id for chunk_id in old if chunk_id not in new])
+        for chunk, vector in zip(document.chunks, document.vectors, strict=True):
+            known = old.get(chunk.chunk_id)
+            if known is not None and known.indexed_text == chunk.indexed_text:
+                where = (chunk.start_line, chunk.end_line, chunk.start_page, chunk.end_page, chunk.chunk_id)
+                self._connection.execute(rows.MOVE_CHUNK, where)
+                continue
+            self._num_changes += 1
+            self._connection.execute("DELETE FROM tombstones WHERE chunk_id = ?", (chunk.chunk_id,))
+            self._connection.execute(rows.PUT_CHUNK, rows.chunk_row(chunk))
+            vector_row = (chunk.chunk_id, self._generation, vector.astype(np.float32, copy=False).tobytes())
+            self._connection.execute("INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)", vector_row)
+
+    def remove(self, document_id: DocumentId) -> int:
+        """Remove a document; the next `add` reads its file again. Returns the number of its chunks."""
+        found = self._connection.execute("SELECT chunk_id FROM chunks WHERE document_id = ?", (document_id,))
+        chunk_ids = [row[0] for row in found]
+        self._remove_chunks(chunk_ids)
+        gone = self._connection.execute("DELETE FROM documents WHERE document_id = ? RETURNING path", (document_id,))
+        for (path,) in gone.fetchall():
+            self._num_changes += 1
+            self._connection.execute(rows.UNREAD_SOURCE, (path,))  # keeps the given metadata
+            self._connection.execute(rows.DELETE_EMPTY_SOURCE, (path, path))
+        return len(chunk_ids)
+
+    def update_source(self, update: SourceUpdate) -> None:
+        self._connection.execute("DELETE FROM sources WHERE path = ?", (update.path,))
+        if update.source is not None:
+            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", rows.source_row(update.source))
+
+    def finish(self) -> None:
+        if self._num_changes:
+            self._connection.execute("UPDATE state SET generation = ?", (self._generation,))
+
+    def _remove_chunks(self, chunk_ids: Sequence[int]) -> None:
+        self._num_changes += len(chunk_ids)
+        ids = [(chunk_id,) for chunk_id in chunk_ids]
+        self._connection.executemany("DELETE FROM chunks WHERE chunk_id = ?", ids)
+        self._connection.executemany("DELETE FROM vectors WHERE chunk_id = ?", ids)
+        stamped = [(chunk_id, self._generation) for chunk_id in chunk_ids]
+        self._connection.executemany("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", stamped)
+
+
+def rename_documents(connection: sqlite3.Connection, names: DocumentNames) -> None:
+    """Upgrade names of earlier versions: uploads get relative names, and all documents public ids."""
+    writer = CorpusWriter(connection)
+    sizes = dict(connection.execute("SELECT path, -1 FROM documents").fetchall())
+    sizes |= dict(connection.execute("SELECT path, size FROM sources").fetchall())
+    for path, name in list(names.renamed(sizes)):
+        connection.execute("UPDATE sources SET path = ? WHERE path = ?", (name, path))
+        for row in connection.execute(rows.SELECT_STORED, (path,)).fetchall():
+            found = connection.execute(rows.SELECT_CHUNKS_OF, (row[0], -1, 0)).fetchall()
+            vectors = np.array([np.frombuffer(chunk[-1], dtype=np.float32) for chunk in found], dtype=np.float32)
+            writer.put(rows.stored_document(row, name, [rows.chunk(chunk) for chunk in found], vectors))
+            writer.remove(row[0])
+    writer.finish()
+    ids = connection.execute("SELECT document_id FROM documents").fetchall()
+    named = [(public_id(document_id), document_id) for (document_id,) in ids]
+    connection.executemany("UPDATE documents SET public_id = ? WHERE document_id = ?", named)
