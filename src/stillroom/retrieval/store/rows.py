@@ -5,7 +5,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -145,55 +146,25 @@ class Changes:
 
 
 def chunk(row: tuple[Any, ...]) -> Chunk:
-    chunk_id, document_id, ordinal, text, title, heading_path, num_tokens, *where = row[:12]
-    start_line, end_line, record_id, start_page, end_page = where
-    return Chunk(
-        chunk_id=ChunkId(chunk_id),
-        document_id=DocumentId(document_id),
-        ordinal=ordinal,
-        text=text,
-        title=title,
-        heading_path=tuple(json.loads(heading_path)),
-        num_tokens=num_tokens,
-        start_line=start_line,
-        end_line=end_line,
-        record_id=record_id,
-        start_page=start_page,
-        end_page=end_page,
-    )
+    """Convert a row that begins with `CHUNK_COLUMNS`, the fields of `Chunk` in order."""
+    values = list(row[:12])
+    values[5] = tuple(json.loads(values[5]))
+    return Chunk(*values)
 
 
 def chunk_row(chunk: Chunk) -> tuple[object, ...]:
-    return (
-        chunk.chunk_id,
-        chunk.document_id,
-        chunk.ordinal,
-        chunk.text,
-        chunk.title,
-        json.dumps(chunk.heading_path),
-        chunk.num_tokens,
-        chunk.start_line,
-        chunk.end_line,
-        chunk.record_id,
-        chunk.start_page,
-        chunk.end_page,
-    )
+    values = list(_chunk_values(chunk))
+    values[5] = json.dumps(chunk.heading_path)
+    return tuple(values)
+
+
+_chunk_values = attrgetter(*(column.name for column in fields(Chunk)))
 
 
 def document_row(document: StoredDocument, generation: int) -> tuple[object, ...]:
-    return (
-        document.document_id,
-        document.path,
-        document.record_id,
-        document.title,
-        document.content_hash,
-        document.num_bytes,
-        len(document.chunks),
-        document.added_at,
-        generation,
-        metadata_to_json(document.metadata),
-        public_id(document.document_id),
-    )
+    names = (document.document_id, document.path, document.record_id, document.title, document.content_hash)
+    sizes = (document.num_bytes, len(document.chunks), document.added_at, generation)
+    return (*names, *sizes, metadata_to_json(document.metadata), public_id(document.document_id))
 
 
 def stored_document(
@@ -206,21 +177,11 @@ def stored_document(
     """
     document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata = row
     renamed = DocumentId(name + document_id.removeprefix(path))
-    return StoredDocument(
-        document_id=renamed,
-        path=name,
-        record_id=record_id,
-        title=title,
-        content_hash=content_hash,
-        num_bytes=num_bytes,
-        added_at=added_at,
-        chunks=tuple(
-            replace(part, document_id=renamed, chunk_id=chunk_id_of(renamed, part.ordinal, part.text))
-            for part in chunks
-        ),
-        vectors=vectors,
-        metadata=metadata_from_json(metadata),
+    kept = (record_id, title, content_hash, num_bytes, added_at)
+    moved = tuple(
+        replace(old, document_id=renamed, chunk_id=chunk_id_of(renamed, old.ordinal, old.text)) for old in chunks
     )
+    return StoredDocument(renamed, name, *kept, moved, vectors, metadata_from_json(metadata))
 
 
 def compared(document: StoredDocument) -> tuple[object, ...]:
