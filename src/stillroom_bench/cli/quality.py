@@ -1,5 +1,6 @@
 """The commands that measure a user's own documents, questions and machine."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import typer
@@ -112,6 +113,8 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def _retrieval(chosen: options.RetrievalOptions, call: Call) -> "BenchResult":
+    if find_spec("pytrec_eval") is None:
+        raise UsageError("relevance metrics are not installed; run: pip install 'stillroom[bench]'")
     return imported("quality.retrieval_quality:run_quality")(chosen, call.work_dir, call.settings(), call.say)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UsageError
+from stillroom_bench.cli import quality
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.report import BenchResult
@@ -87,3 +88,12 @@ def test_policies_of_a_few_requests(run: Run) -> None:
     assert "mmlu-like, k=1, 20% of its KV fits" in result.err
     assert "| mmlu-like, k=1 | 20% |" in result.out
     assert Path("p.json").exists()
+
+
+def test_missing_relevance_metrics_are_named_with_the_command_that_installs_them(
+    run: Run, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "find_spec", lambda name: None)
+    result = run("bench", "retrieval", "--dataset", "first")
+
+    assert result.code == 2 and "pip install 'stillroom[bench]'" in result.err and not calls
