@@ -1,4 +1,4 @@
-"""A search, an answer, a source and a document as JSON objects: the shapes that HTTP and the command line share.
+"""A search, an answer, a source and a document as JSON objects, for the command line and for HTTP.
 
 Imports no FastAPI, pydantic or torch, so that the command line starts fast.
 """
@@ -78,11 +78,21 @@ def answer_as_json(question: str, answer: "Answer") -> JsonObject:
         "finish_reason": answer.finish_reason,
         "request_id": answer.request_id,
         "sources": [source_as_json(source) for source in answer.sources],
+        **details_as_json(answer),
+        "num_generated_tokens": answer.num_generated_tokens,
+        **scores,
+    }
+
+
+def details_as_json(answer: "Answer") -> JsonObject:
+    """Timing, reuse and speculation of an answer: the same for the command line, HTTP replies and streams.
+
+    A field that is added here also goes into `AnswerDetails` and `StreamDetails` (server/schemas/replies.py).
+    """
+    return {
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
         "speculation": dataclasses.asdict(answer.speculation),
-        "num_generated_tokens": answer.num_generated_tokens,
-        **scores,
     }
 
 

@@ -1,4 +1,4 @@
-"""Answers a question: search, prompt, submit. The only module where search and generation meet.
+"""Answers a question: search, prompt, submit. Search and generation meet here.
 
 The walk of `POST /v1/chat/completions`:
 

@@ -112,7 +112,7 @@ class Limits:
         finally:
             slot.give_back(was_served=status == 200 and is_complete and not scope["state"].get(STREAM_ERROR_STATUS))
             if slot.is_taken and status == 429:
-                self._metrics.count_refused("queue")  # refused by the engine
+                self._metrics.count_refused("queue")  # refused by the engine: QueueFullError's status
             if slot.is_refused and bucket is not None:
                 bucket.level += 1
             outlasting: Future[Any] | None = scope["state"].get(BACKGROUND_WORK)

@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -116,15 +115,6 @@ def usage_of(answers: Sequence[Answer], num_samples: int) -> Usage:
 def slowest(answers: Sequence[Answer]) -> Answer:
     """Return the answer that took longest; its timing is reported."""
     return max(answers, key=lambda answer: answer.timing.total_seconds)
-
-
-def costs(answer: Answer) -> JsonObject:
-    """Return timing, reuse and speculation for an event's field `stillroom`."""
-    return {
-        "timing": asdict(answer.timing),
-        "reuse": asdict(answer.reuse),
-        "speculation": asdict(answer.speculation),
-    }
 
 
 class AnswerEvents(StreamingResponse):

@@ -10,12 +10,11 @@ from stillroom.backends.conversation import Exchange
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, Source, TokenScore
-from stillroom.rag.as_json import JsonObject, source_as_json
+from stillroom.rag.as_json import JsonObject, details_as_json, source_as_json
 from stillroom.server.routes.answer_events import (
     DONE,
     LEAST_LOGPROB,
     chunk_event,
-    costs,
     generation_options,
     merged,
     slowest,
@@ -126,7 +125,7 @@ def _check_continuation(body: ChatCompletionRequest, conversation: Conversation)
 
 
 def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
-    first, last = answers[0], slowest(answers)
+    first = answers[0]
     return ChatCompletion(
         id=completion_id(first.request_id),
         created=int(time.time()),
@@ -142,11 +141,7 @@ def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
         ],
         usage=usage_of(answers, len(answers)),
         stillroom=AnswerDetails(
-            request_id=first.request_id,
-            sources=_public(first.sources),
-            timing=last.timing,
-            reuse=last.reuse,
-            speculation=last.speculation,
+            request_id=first.request_id, sources=_public(first.sources), **details_as_json(slowest(answers))
         ),
     )
 
@@ -187,7 +182,7 @@ async def chat_events(
         if piece is not None:
             yield chunks.event(index, Delta(content=piece), scores)
             continue
-        ours = {"request_id": stream.request_id, **costs(stream.answer)}
+        ours = {"request_id": stream.request_id, **details_as_json(stream.answer)}
         yield chunks.event(index, Delta(), scores, finish_reason=stream.answer.finish_reason, ours=ours)
     if includes_usage:
         yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))

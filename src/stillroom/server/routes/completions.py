@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stillroom.rag.answer import Answer, AskOptions, TokenScore
+from stillroom.rag.as_json import details_as_json
 from stillroom.server.privacy import served_name
 from stillroom.server.routes.answer_events import (
     DONE,
@@ -69,17 +70,11 @@ class Completions:
         return cls(streams, served_name(stillroom.model_name), num_samples, echoes)
 
     def whole(self, answers: Sequence[Answer]) -> Completion:
-        last = slowest(answers)
         return Completion(
             **self._common,
             choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
             usage=usage_of(answers, self._num_samples),
-            stillroom=AnswerDetails(
-                request_id=answers[0].request_id,
-                timing=last.timing,
-                reuse=last.reuse,
-                speculation=last.speculation,
-            ),
+            stillroom=AnswerDetails(request_id=answers[0].request_id, **details_as_json(slowest(answers))),
         )
 
     async def events(self, *, includes_usage: bool) -> AsyncIterator[str]:
