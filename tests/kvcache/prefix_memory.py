@@ -1,7 +1,7 @@
 """A device, a host and a disk without tensors: each slot remembers the hash of all tokens up to its own.
 
-A slow twin for everything that moves KV. Whoever attends to a slot that does not hold exactly his prefix is caught, so
-it proves what comparing answers proves, for thousands of steps a second.
+A reference implementation for everything that moves KV. Attending to a slot that does not hold exactly the prefix of
+its token fails, which proves as much as comparing answers, at thousands of steps a second.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class PrefixMemory:
     lower: dict[Tier, dict[NodeKey, Stored]] = field(default_factory=lambda: {Tier.HOST: {}, Tier.DISK: {}})
     records: dict[NodeKey, NodeRecord] = field(default_factory=dict)
     damaged: set[NodeKey] = field(default_factory=set)
-    """Records on disk that will not verify."""
+    """Records on disk that fail verification."""
     unreadable: set[NodeKey] = field(default_factory=set)
     """Records that cannot be read just now."""
     poisoned: set[bytes] = field(default_factory=set)
@@ -35,7 +35,7 @@ class PrefixMemory:
     is_disk_full: bool = False
     log: list[tuple[str, Tier]] = field(default_factory=list)
     expected: Counter[NodeKey] = field(default_factory=Counter)
-    """How many wait for each node on disk."""
+    """Prefetch requests for each node on disk."""
 
     def _slots(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
         return [block * self.block_size + i for block in block_ids for i in range(self.block_size)][:num_tokens]
@@ -70,7 +70,7 @@ class PrefixMemory:
         return True
 
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
-        """What is placed has the KV of other tokens: nobody who wants exact KV may find it."""
+        """Place KV of other tokens, which no exact reuse may find."""
         if copy.tier is Tier.DISK and copy.key in self.unreadable:
             return False
         if copy.tier is Tier.DISK and copy.key in self.damaged:
@@ -123,7 +123,7 @@ class PrefixRunner:
     """What each request's slots must hold, position by position."""
 
     def protect(self, request_id: RequestId, prompt: Sequence[int]) -> None:
-        """A request that will come."""
+        """Register a request that will be submitted."""
         history, histories = b"", []
         for token in prompt:
             history = step(history, token)
@@ -174,7 +174,7 @@ def next_token(history: bytes, vocabulary: int) -> int:
 
 
 def answer_of(prompt: Sequence[int], max_tokens: int, stop: frozenset[int], vocabulary: int) -> list[int]:
-    """What a sequence generates, without any cache."""
+    """Return what a sequence generates without a cache."""
     tokens, answer = list(prompt), []
     for _ in range(max_tokens):
         token = next_token(prefix_hash(tokens), vocabulary)

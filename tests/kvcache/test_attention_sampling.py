@@ -1,4 +1,4 @@
-"""What is noted of a prompt's chunks, against sums over a whole attention matrix."""
+"""Sampled attention masses of a prompt's chunks, compared with sums over a whole attention matrix."""
 
 from dataclasses import replace
 
@@ -38,30 +38,30 @@ def attention_of(num_tokens: int) -> NDArray[np.float32]:
     return shares.astype(np.float32)
 
 
-def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], wish: MassRequest) -> AttentionMasses:
-    """What a runner would answer."""
-    rows = weights[positions[wish.rows]][:, : len(wish.groups)]
-    own = rows[np.arange(len(rows)), positions[wish.rows]]
-    paid = np.stack([rows[:, wish.groups == group].sum(1) for group in range(wish.num_groups)], axis=1)
-    paid[np.arange(len(rows)), wish.groups[positions[wish.rows]]] -= own  # who is measured is in a chunk
+def measure(weights: NDArray[np.float32], positions: NDArray[np.int64], request: MassRequest) -> AttentionMasses:
+    """Answer a request as a runner does."""
+    rows = weights[positions[request.rows]][:, : len(request.groups)]
+    own = rows[np.arange(len(rows)), positions[request.rows]]
+    paid = np.stack([rows[:, request.groups == group].sum(1) for group in range(request.num_groups)], axis=1)
+    paid[np.arange(len(rows)), request.groups[positions[request.rows]]] -= own  # measured tokens are in a chunk
     return AttentionMasses(paid, own, rows.sum(0))
 
 
 def take_masses(
     mass_sampler: AttentionMassSampler, weights: NDArray[np.float32], steps: list[NDArray[np.int64]]
 ) -> int:
-    """Compute the tokens of these steps; returns how many were looked at."""
+    """Compute the tokens of these steps; return how many were measured."""
     count = 0
     for positions in steps:
-        wish = mass_sampler.mass_request(positions)
-        if wish is not None:
-            count += len(wish.rows)
-            mass_sampler.add(positions, measure(weights, positions, wish))
+        request = mass_sampler.mass_request(positions)
+        if request is not None:
+            count += len(request.rows)
+            mass_sampler.add(positions, measure(weights, positions, request))
     return count
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=6), st.integers(1, 10))
-def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: list[int], budget: int) -> None:
+def test_measuring_every_token_gives_the_sums_of_the_attention_matrix(lengths: list[int], budget: int) -> None:
     pieces, total = pieces_of(lengths), sum(lengths)
     weights, mass_sampler = attention_of(total), AttentionMassSampler(pieces, total, every=1)
     order = np.arange(total)
@@ -80,7 +80,7 @@ def test_with_every_token_measured_the_sums_are_those_of_the_matrix(lengths: lis
         np.testing.assert_allclose(mass.token_inter, paid, rtol=1e-4, atol=1e-6)
 
 
-def test_a_sample_is_scaled_up_and_leaves_no_chunk_out() -> None:
+def test_a_sample_covers_every_chunk_and_is_scaled_up() -> None:
     lengths = [4, 40, 3, 33, 5]
     pieces, total = pieces_of(lengths), sum(lengths)
     mass_sampler = AttentionMassSampler(pieces, total, every=16)
@@ -94,23 +94,23 @@ def test_a_sample_is_scaled_up_and_leaves_no_chunk_out() -> None:
         np.testing.assert_allclose(mass.inter, [0.1 * length] * (index - 1), rtol=1e-5)
 
 
-def test_what_is_kept_already_is_not_measured() -> None:
+def test_pieces_already_kept_are_not_measured() -> None:
     pieces = pieces_of([2, 5, 5, 2])
     mass_sampler = AttentionMassSampler(pieces, 14, every=1)
     mass_sampler.skip(1)
-    wish = mass_sampler.mass_request(np.arange(14))
-    assert wish is not None and wish.rows.tolist() == [7, 8, 9, 10, 11]
+    request = mass_sampler.mass_request(np.arange(14))
+    assert request is not None and request.rows.tolist() == [7, 8, 9, 10, 11]
     assert mass_sampler.mass_request(np.arange(7)) is None and mass_sampler.mass_of(1) is None
 
 
-def test_who_ranks_tokens_needs_all_of_them() -> None:
+def test_selectors_that_rank_tokens_measure_every_token() -> None:
     assert (
         mass_sample_every(AnywhereOptions(0.1, "context")) == mass_sample_every(AnywhereOptions(0.1, "received")) == 1
     )
     assert mass_sample_every(AnywhereOptions(0.1, "question")) == 32
 
 
-def test_a_request_that_had_to_make_room_is_measured_anew() -> None:
+def test_a_preempted_request_is_measured_again() -> None:
     fixture = TreeFixture()
     assert fixture.manager.reuse is not None
     fixture.manager.reuse = replace(fixture.manager.reuse, mass_sample_every=1)

@@ -23,7 +23,7 @@ def test_allocation_is_all_or_nothing() -> None:
     pool.check_integrity()
 
 
-def test_blocks_that_were_used_come_before_those_that_never_were() -> None:
+def test_used_blocks_are_allocated_before_unused_ones() -> None:
     pool = BlockPool(6, 16)
     assert pool.try_allocate(3) == [0, 1, 2]
     pool.release([BlockId(2), BlockId(0)])
@@ -69,7 +69,7 @@ def test_generated_tokens_fill_the_last_block_and_then_take_a_fresh_one() -> Non
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, 9), min_size=1, max_size=4)), max_size=40))
-def test_random_use_keeps_the_books(actions: list[tuple[int, list[int]]]) -> None:
+def test_random_use_keeps_reference_counts_consistent(actions: list[tuple[int, list[int]]]) -> None:
     manager = KVCacheManager(BlockPool(12, 4))
     leases: dict[int, Lease] = {}
     for name, lengths in actions:

@@ -1,4 +1,4 @@
-"""Equations 3 to 14 beside a twin that has whole attention matrices and sums by definition, number by number."""
+"""Equations 3 to 14, compared with sums over whole attention matrices."""
 
 import math
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ permutations = st.permutations(NAMES)
 
 @dataclass
 class Prompt:
-    """Chunks one after the other, the last one of interest, and what their tokens attend to in each layer."""
+    """Consecutive chunks, of which the last is measured, and the attention of their tokens in each layer."""
 
     names: list[bytes]
     chunks: list[range]
@@ -92,7 +92,7 @@ def kendall_distance(old: list[bytes], new: list[bytes]) -> float:
 
 
 @given(prompts())
-def test_influence_and_impact_are_what_equations_9_to_11_say(prompt: Prompt) -> None:
+def test_influence_and_impact_equal_equations_9_to_11(prompt: Prompt) -> None:
     own, before = prompt.own, prompt.chunks[:-1]
     outside = [sum(inter(layer, own, j) / (len(own) * len(j)) for j in before) for layer in prompt.layers]
     inside = [intra(layer, own) / len(own) ** 2 for layer in prompt.layers]
@@ -105,7 +105,7 @@ def test_influence_and_impact_are_what_equations_9_to_11_say(prompt: Prompt) -> 
 
 
 @given(prompts(), prefixes)
-def test_overlap_is_what_equations_6_to_8_say(prompt: Prompt, new: list[bytes]) -> None:
+def test_overlap_equals_equations_6_to_8(prompt: Prompt, new: list[bytes]) -> None:
     mean = np.mean(prompt.layers, axis=0)
     paid = [inter(mean, prompt.own, chunk) for chunk in prompt.chunks[:-1]]
     old, mass = prompt.names[:-1], prompt.mass()
@@ -122,14 +122,14 @@ def test_overlap_is_what_equations_6_to_8_say(prompt: Prompt, new: list[bytes]) 
 
 
 @given(prompts(), prefixes)
-def test_what_the_prefix_overlap_does_not_see(prompt: Prompt, new: list[bytes]) -> None:
+def test_prefix_overlap_ignores_order_and_repetition(prompt: Prompt, new: list[bytes]) -> None:
     beta = prefix_overlap(prompt.mass(), new)
     assert prefix_overlap(prompt.mass(), new[::-1]) == prefix_overlap(prompt.mass(), new + new) == beta
     assert prefix_overlap(prompt.mass(), [*new, b"another"]) == (beta if prompt.names[1:] else 0)
     assert adjusted_overlap(prompt.mass(), prompt.names[:-1]) == pytest.approx(1)
 
 
-def test_a_chunk_that_paid_nothing_to_its_prefix() -> None:
+def test_overlap_of_a_chunk_without_attention_to_its_prefix() -> None:
     mass = ContextMass(3, (b"a", b"b"), (1, 1), np.zeros(2, np.float32), 1.0)
     assert prefix_overlap(mass, [b"b", b"a"]) == 1
     assert prefix_overlap(mass, [b"a"]) == prefix_overlap(mass, []) == prefix_overlap(mass, [b"a", b"b", b"c"]) == 0
@@ -164,12 +164,12 @@ def test_one_common_chunk_has_no_order() -> None:
 def test_the_impact_lies_between_a_half_and_one_and_grows_with_the_context(a: float, b: float) -> None:
     impact = context_impact(a, b)
     assert 0.5 <= impact <= 1
-    assert impact < 1 or a > 30 * b, "1 only where float cannot tell"
+    assert impact < 1 or a > 30 * b, "1 only by rounding"
     assert context_impact(2 * a, b) >= impact
     assert context_impact(0, b) == 0.5
 
 
-def test_a_chunk_of_one_token_is_all_context() -> None:
+def test_impact_of_a_chunk_of_one_token() -> None:
     assert context_impact(0.1, 0.0) == 1.0
     assert context_impact(0.0, 0.0) == 0.5
 
@@ -203,7 +203,7 @@ def test_a_worked_example() -> None:
 
 
 @given(prompts(), st.booleans())
-def test_what_is_stored_comes_back(prompt: Prompt, is_whole: bool) -> None:
+def test_notes_survive_a_round_trip(prompt: Prompt, is_whole: bool) -> None:
     mass = prompt.mass()
     names = tuple(name.ljust(32) for name in mass.prefix)
     received = np.arange(mass.num_tokens, dtype=np.float32)
@@ -238,7 +238,7 @@ def test_alpha_recomputes_least_at_the_desired_quality(desired: float, alpha: fl
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
-def test_the_length_of_notes_is_known_before_they_are_written(has_tokens: bool) -> None:
+def test_num_bytes_equals_the_length_of_written_notes(has_tokens: bool) -> None:
     tokens = (np.ones(7, np.float32), np.ones(7, np.float32)) if has_tokens else (None, None)
     mass = ContextMass(7, (bytes(32), bytes(32)), (3, 4), np.ones(2, np.float32), 0.5, *tokens)
     assert mass.num_bytes == len(mass.to_bytes())

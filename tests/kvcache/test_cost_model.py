@@ -1,4 +1,4 @@
-"""Interpolation, and load-or-recompute beside a twin that tries every cut."""
+"""Interpolation of the cost profile; load-or-recompute, compared with trying every cut."""
 
 import pytest
 from hypothesis import given
@@ -57,7 +57,7 @@ def node(tier: Tier, num_tokens: int) -> Node:
     st.floats(1e-6, 1e-1),
     st.floats(1e-6, 1e-1),
 )
-def test_the_fastest_cut_is_taken(path: list[tuple[Tier, int]], rest: int, host: float, disk: float) -> None:
+def test_plan_reuse_takes_the_fastest_cut(path: list[tuple[Tier, int]], rest: int, host: float, disk: float) -> None:
     path.sort()  # a parent is never in a slower tier
     nodes = [node(tier, num_tokens) for tier, num_tokens in path]
     num_tokens = rest + sum(one.num_tokens for one in nodes)
@@ -80,7 +80,7 @@ def test_the_fastest_cut_is_taken(path: list[tuple[Tier, int]], rest: int, host:
     assert plan_reuse(nodes, num_tokens, profile, 10, always_loads=True) == len(nodes)
 
 
-def test_uses_fade_with_the_window() -> None:
+def test_windowed_count_decays() -> None:
     count = WindowedCount(10.0, 0.0)
     for at in (0.0, 1.0, 2.0):
         count.add(at)

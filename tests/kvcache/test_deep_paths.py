@@ -1,4 +1,4 @@
-"""Paths of the knowledge tree that are deeper than Python's stack: one prompt, as many pieces as it has tokens for."""
+"""Paths of the knowledge tree that are deeper than Python's stack."""
 
 import sys
 
@@ -13,7 +13,7 @@ NUM_TOKENS = DEPTH * SIZE
 
 
 def deep(*, host_bytes: int = 0, disk_bytes: int = 0) -> TreeFixture:
-    """One prompt of that many pieces was served."""
+    """Return a fixture that has served one prompt of many pieces."""
     fixture = TreeFixture(DEPTH + 10, host_bytes=host_bytes, disk_bytes=disk_bytes)
     fixture.serve(question=NUM_TOKENS - SIZE + 1)
     assert len(fixture.tree) == DEPTH
@@ -21,7 +21,7 @@ def deep(*, host_bytes: int = 0, disk_bytes: int = 0) -> TreeFixture:
 
 
 @pytest.mark.parametrize("host_bytes", [0, SIZE, NUM_TOKENS // 2])
-def test_a_path_leaves_the_device_for_host_and_disk(host_bytes: int) -> None:
+def test_a_deep_path_is_evicted_to_host_and_disk(host_bytes: int) -> None:
     fixture = deep(host_bytes=host_bytes, disk_bytes=NUM_TOKENS)
     assert fixture.tree.make_room(DEPTH + 10)
     fixture.check()
@@ -29,7 +29,7 @@ def test_a_path_leaves_the_device_for_host_and_disk(host_bytes: int) -> None:
     assert sum(node.tier is Tier.DISK for node in fixture.tree) == DEPTH - host_bytes // SIZE
 
 
-def test_a_path_whose_first_record_is_damaged_goes_as_a_whole() -> None:
+def test_a_deep_path_is_dropped_when_its_first_record_is_damaged() -> None:
     fixture = deep(disk_bytes=NUM_TOKENS)
     fixture.tree.flush()
     fixture.pool = BlockPool(DEPTH + 10, SIZE)
@@ -41,7 +41,7 @@ def test_a_path_whose_first_record_is_damaged_goes_as_a_whole() -> None:
     assert fixture.tree.stats.lost == DEPTH
 
 
-def test_a_path_sinks_to_disk_with_the_device() -> None:
+def test_a_deep_path_is_on_disk_only_after_a_device_loss() -> None:
     fixture = deep(disk_bytes=NUM_TOKENS)
     fixture.tree.flush()
     fixture.manager.lose_device()

@@ -1,4 +1,4 @@
-"""A move that raises, as a device without memory does, leaves every block and every node accounted for."""
+"""A move that raises, as on a device without memory, leaves blocks and nodes consistent."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.kvcache.tree_fixture import SIZE, TreeFixture
 
 
 class Narrow(PrefixMemory):
-    """A memory with no room for what a move needs."""
+    """A memory whose moves raise for lack of memory."""
 
     moves: tuple[str, ...] = ()
 
@@ -79,7 +79,7 @@ def test_a_request_whose_placement_fails_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-def test_a_request_for_which_reading_ahead_fails_holds_nothing(is_placed: bool) -> None:
+def test_a_request_whose_prefetch_fails_holds_nothing(is_placed: bool) -> None:
     fixture = TreeFixture(8, disk_bytes=20 * SIZE)
     fixture.memory = memory = Narrow(SIZE)
     fixture.open()

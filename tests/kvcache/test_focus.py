@@ -1,4 +1,4 @@
-"""Algorithm 1 as layers come, beside a transcription of it that has all layers."""
+"""Algorithm 1 layer by layer, compared with a transcription over all layers."""
 
 import math
 
@@ -21,7 +21,7 @@ def algorithm_1(layers: list[list[int]], w: int) -> tuple[set[int], int] | None:
         order = sorted(cinter, key=lambda i: (-cinter[i], i))
         sorted_cinter = dict(enumerate((cinter[i] for i in order), 1))
         diff = {i: sorted_cinter[i] - sorted_cinter[i + 1] for i in range(1, k)}
-        i_star = k  # where the paper is silent
+        i_star = k  # undefined in the paper
         if k >= 3 and sum(diff.values()) > 0:
             p = {i: diff[i] / sum(diff.values()) for i in diff}
             h = {i: -sum(p[j] * math.log(p[j]) for j in range(1, i + 1) if p[j] > 0) for i in p}
@@ -60,15 +60,15 @@ def test_layer_by_layer_equals_all_at_once(layers: list[list[int]], window: int)
         ([9.0, 5.0, 1.0], 1),  # k - 2 is the only choice
         ([1.0, 9.0, 5.0, 4.0, 3.0], 3),  # gaps 4, 1, 1, 2: the last is nearest to 1/e
         ([9.0, 7.0, 3.0, 2.0, 1.0], 1),  # gaps 2, 4, 1, 1
-        ([10.0, 0.0, 0.0, 0.0], 1),  # the first gap is all: no later one adds anything, the first of equals
-        ([10.0, 10.0, 0.0, 0.0], 1),  # as written, a gap that is all has no entropy: one of two equals is left out
+        ([10.0, 0.0, 0.0, 0.0], 1),  # all later gaps are equal: the first
+        ([10.0, 10.0, 0.0, 0.0], 1),  # as written, the only gap has no entropy: one of two equal chunks is left out
     ],
 )
-def test_how_many_stand_apart(scores: list[float], expected: int) -> None:
+def test_number_of_chunks_in_focus(scores: list[float], expected: int) -> None:
     assert num_focused(np.array(scores)) == expected
 
 
-def test_a_change_starts_the_window_anew_and_an_answer_is_final() -> None:
+def test_a_change_restarts_the_window_and_the_first_result_is_final() -> None:
     finder = FocusFinder(3, window=2)
     assert finder.observe(np.array([3.0, 1.0, 0.0])) is None
     assert finder.observe(np.array([0.0, 9.0, 0.0])) is None, "another chunk leads"
@@ -77,5 +77,5 @@ def test_a_change_starts_the_window_anew_and_an_answer_is_final() -> None:
     assert finder.num_layers == 3
 
 
-def test_a_window_of_one_believes_the_first_layer() -> None:
+def test_a_window_of_one_decides_at_the_first_layer() -> None:
     assert FocusFinder(4, window=1).observe(np.array([0.0, 1.0, 6.0, 0.5])) == frozenset({2})

@@ -1,4 +1,4 @@
-"""The knowledge tree: hand-worked PGDSF, where copies go, and what happens when they cannot."""
+"""Knowledge tree: PGDSF by hand, eviction to lower tiers, and failures of copies."""
 
 import pytest
 
@@ -24,17 +24,17 @@ def reasons(lease: Lease) -> list[tuple[Tier | None, Reason]]:
 NEW, TAIL = (None, Reason.NEVER_SEEN), (None, Reason.TAIL)
 
 
-def test_the_second_question_computes_only_itself() -> None:
+def test_a_repeated_prompt_computes_only_its_question() -> None:
     fixture = TreeFixture()
     assert reasons(fixture.serve(1, 2)) == [NEW, NEW, NEW, TAIL]
     again = fixture.serve(1, 2)
     assert reasons(again) == [(Tier.DEVICE, Reason.HIT)] * 3 + [TAIL]
     assert again.reuse is not None and again.reuse.num_cached_tokens == 12
-    assert again.reuse.saved_seconds == pytest.approx(12.0)  # a second per token, and nothing else
+    assert again.reuse.saved_seconds == pytest.approx(12.0)  # one second per token
     assert fixture.tree.stats.hit_tokens == {Tier.DEVICE: 12}
 
 
-def test_kv_that_is_not_finite_is_kept_by_no_tier_and_takes_what_was_used_with_it() -> None:
+def test_non_finite_kv_is_not_kept_and_drops_the_kv_used_with_it() -> None:
     fixture = TreeFixture(host_bytes=100, disk_bytes=100)
     fixture.serve(1)
     fixture.serve(3)
@@ -44,19 +44,19 @@ def test_kv_that_is_not_finite_is_kept_by_no_tier_and_takes_what_was_used_with_i
     with pytest.raises(NonFiniteError):
         fixture.compute(lease)
     assert fixture.node(1, 2) is None
-    assert fixture.manager.drop_suspect(lease) == 3, "document 3 hangs from the same system prompt"
+    assert fixture.manager.drop_suspect(lease) == 3, "document 3 is below the same system prompt"
     fixture.manager.release(lease)
     fixture.check()
     assert len(fixture.tree) == fixture.pool.num_used == 0
 
 
-def test_another_order_is_another_path_and_says_so() -> None:
+def test_documents_in_another_order_are_computed_and_reported_so() -> None:
     fixture = TreeFixture()
     fixture.serve(1, 2)
     assert reasons(fixture.serve(2, 1)) == [(Tier.DEVICE, Reason.HIT), *[(None, Reason.ORDER_DIFFERS)] * 2, TAIL]
 
 
-def test_a_long_question_is_kept_in_pieces_but_for_its_last_token() -> None:
+def test_a_long_question_is_kept_in_pieces_except_its_last_token() -> None:
     fixture = TreeFixture(12)
     fixture.serve(1, question=9)
     again = fixture.serve(1, question=12)
@@ -77,25 +77,25 @@ def test_pgdsf_is_algorithm_1_by_hand() -> None:
     for document, priority in expected.items():
         node = fixture.node(document)
         assert node is not None and node.priority[Tier.DEVICE] == pytest.approx(priority)
-    fixture.tree.make_room(6)  # 3 of 8 blocks are kept: one must go
+    fixture.tree.make_room(6)  # 3 of 8 blocks are kept: one is evicted
     assert fixture.node(2) is None and fixture.node(1) is not None
     fixture.serve(3)  # after the eviction the clock stands at 4/3
     node = fixture.node(3)
     assert node is not None and node.priority[Tier.DEVICE] == pytest.approx(4 / 3 + 4 / 3)
 
 
-def test_only_leaves_of_the_device_leave_it() -> None:
+def test_only_leaves_are_evicted_from_the_device() -> None:
     fixture = TreeFixture(8)
     fixture.serve(1, 2)
     for _ in range(5):
         fixture.serve(1)  # S and 1 are used far more often than 2
     assert fixture.tree.make_room(6)
     assert fixture.tier(1, 2) is None and fixture.tier(1) is Tier.DEVICE
-    assert fixture.tree.make_room(8), "in the end the root goes too"
+    assert fixture.tree.make_room(8), "the root is evicted last"
     assert len(fixture.tree) == 0
 
 
-def test_swap_out_only_once() -> None:
+def test_a_node_is_copied_to_the_host_only_once() -> None:
     fixture = TreeFixture(4, host_bytes=100)
     for _ in range(4):
         fixture.serve(1)
@@ -105,7 +105,7 @@ def test_swap_out_only_once() -> None:
     assert fixture.tier(1) is Tier.HOST
 
 
-def test_a_full_host_sends_its_leaf_of_least_priority_to_disk() -> None:
+def test_a_full_host_moves_its_lowest_priority_leaf_to_disk() -> None:
     fixture = TreeFixture(8, host_bytes=2 * SIZE, disk_bytes=100)
     fixture.serve(1)
     fixture.serve(2)
@@ -115,7 +115,7 @@ def test_a_full_host_sends_its_leaf_of_least_priority_to_disk() -> None:
     fixture.check()
 
 
-def test_without_a_lower_tier_what_leaves_is_gone_and_said_to_be_evicted() -> None:
+def test_without_a_lower_tier_evicted_nodes_are_dropped_and_reported_as_evicted() -> None:
     fixture = TreeFixture(4)
     fixture.serve(1)
     fixture.tree.make_room(4)
@@ -123,7 +123,7 @@ def test_without_a_lower_tier_what_leaves_is_gone_and_said_to_be_evicted() -> No
     assert fixture.tree.stats.lost == 2
 
 
-def test_what_is_in_use_stays_and_a_request_that_finds_no_room_waits() -> None:
+def test_nodes_in_use_are_not_evicted_and_a_request_without_room_waits() -> None:
     fixture = TreeFixture(5)
     lease = fixture.lease(1, 2)
     assert fixture.admit(lease) == 0
@@ -136,7 +136,7 @@ def test_what_is_in_use_stays_and_a_request_that_finds_no_room_waits() -> None:
     fixture.check(other)
 
 
-def test_a_request_that_has_to_wait_evicts_nothing_meanwhile() -> None:
+def test_a_waiting_request_evicts_nothing() -> None:
     fixture = TreeFixture(8)
     fixture.serve(1)
     lease = fixture.lease(2, 3)
@@ -148,7 +148,7 @@ def test_a_request_that_has_to_wait_evicts_nothing_meanwhile() -> None:
     fixture.check(lease)
 
 
-def test_two_at_once_compute_the_same_and_end_up_with_one_copy() -> None:
+def test_two_sequences_that_compute_the_same_piece_share_one_copy() -> None:
     fixture = TreeFixture(16)
     leases = [fixture.lease(1, 2) for _ in range(2)]
     for lease in leases:
@@ -162,7 +162,7 @@ def test_two_at_once_compute_the_same_and_end_up_with_one_copy() -> None:
     assert leases[0].table.slots.tolist()[:12] == leases[1].table.slots.tolist()[:12]
 
 
-def test_loading_that_takes_longer_than_computing_is_not_done() -> None:
+def test_kv_is_computed_where_loading_takes_longer() -> None:
     slow = linear_profile(0.0, 1.0, 0.0, {Tier.HOST: Link(100.0, 1e9)})
     for always_loads, source in ((False, (None, Reason.CHEAPER)), (True, (Tier.HOST, Reason.HIT))):
         fixture = TreeFixture(4, profile=slow, host_bytes=100, always_loads=always_loads)
@@ -173,7 +173,7 @@ def test_loading_that_takes_longer_than_computing_is_not_done() -> None:
         assert fixture.tier(1) is Tier.DEVICE, "computed or loaded, it is on the device again"
 
 
-def test_a_damaged_record_is_a_miss_and_what_stands_on_it_goes_too() -> None:
+def test_a_damaged_record_is_a_miss_and_drops_its_descendants() -> None:
     fixture = TreeFixture(8, disk_bytes=1000)
     fixture.serve(1, 2)
     fixture.tree.make_room(8)
@@ -185,7 +185,7 @@ def test_a_damaged_record_is_a_miss_and_what_stands_on_it_goes_too() -> None:
     assert reasons(fixture.serve(1, 2)) == [(Tier.DEVICE, Reason.HIT)] * 3 + [TAIL]
 
 
-def test_a_disk_that_cannot_be_written_costs_only_hits() -> None:
+def test_an_unwritable_disk_costs_only_hits() -> None:
     fixture = TreeFixture(8, host_bytes=SIZE, disk_bytes=1000)
     fixture.memory.is_disk_full = True
     fixture.serve(1)
@@ -194,7 +194,7 @@ def test_a_disk_that_cannot_be_written_costs_only_hits() -> None:
     assert fixture.tier() is Tier.HOST and fixture.node(1) is None
 
 
-def test_what_was_flushed_is_there_after_a_restart_least_valuable_first_to_go() -> None:
+def test_flushed_nodes_survive_a_restart_except_the_least_valuable() -> None:
     fixture = TreeFixture(12, disk_bytes=3 * SIZE)
     fixture.serve(1)
     for _ in range(3):
@@ -209,7 +209,7 @@ def test_what_was_flushed_is_there_after_a_restart_least_valuable_first_to_go() 
     assert reasons(fixture.serve(2, 3)) == [(Tier.DISK, Reason.HIT)] * 3 + [TAIL]
 
 
-def test_records_that_no_path_leads_to_are_named() -> None:
+def test_restore_returns_records_whose_path_is_incomplete() -> None:
     fixture = TreeFixture(12, disk_bytes=1000)
     fixture.serve(1, 2)
     fixture.tree.flush()
@@ -220,25 +220,25 @@ def test_records_that_no_path_leads_to_are_named() -> None:
     assert fixture.tree.restore(left) == [records[ChunkId(2)].key]
 
 
-def test_a_chunk_of_unknown_context_fits_into_no_other_after_a_restart() -> None:
-    """The first is exact where nothing is before it; the second was computed behind something nobody knows."""
+def test_a_detached_node_of_unknown_context_has_no_overlap_after_a_restart() -> None:
+    """The context of a detached node without measured attention is not stored, so it matches no prompt."""
     fixture = TreeFixture(12, disk_bytes=1000)
     lease = fixture.lease(1, 2)
     assert fixture.admit(lease) == 0
     fixture.compute(lease)
     piece = lease.pieces[2]
     context = Context((b"1" * 32,), frozenset(map(ChunkId, (1, 2))))
-    alone = fixture.tree.insert_detached(piece, lease.table.blocks_of(piece.start, SIZE), context, 1.0)
-    assert alone.mass is None
+    detached = fixture.tree.insert_detached(piece, lease.table.blocks_of(piece.start, SIZE), context, 1.0)
+    assert detached.mass is None
     fixture.tree.flush()
     fixture.pool = BlockPool(12, SIZE)
     fixture.open()
     assert fixture.tree.restore(fixture.memory.records.values()) == []
-    again = fixture.tree.get(alone.key)
+    again = fixture.tree.get(detached.key)
     assert again is not None and context_of(again, ()).overlap == context_of(again, (b"1" * 32,)).overlap == 0.0
 
 
-def test_a_record_that_cannot_be_read_just_now_is_computed_and_stays() -> None:
+def test_a_temporarily_unreadable_record_is_computed_and_stays() -> None:
     fixture = TreeFixture(12, disk_bytes=1000)
     fixture.serve(1, 2)
     assert fixture.tree.make_room(12)
@@ -249,7 +249,7 @@ def test_a_record_that_cannot_be_read_just_now_is_computed_and_stays() -> None:
     assert reasons(fixture.serve(1, 2)) == [(Tier.DISK, Reason.HIT)] * 3 + [TAIL]
 
 
-def test_idle_moments_bring_everything_to_disk() -> None:
+def test_all_nodes_are_stored_while_idle() -> None:
     fixture = TreeFixture(12, disk_bytes=1000)
     fixture.serve(1, 2)
     assert sum(1 for _ in iter(fixture.tree.store_next, False)) == 3
@@ -257,7 +257,7 @@ def test_idle_moments_bring_everything_to_disk() -> None:
     fixture.check()
 
 
-def test_what_is_seldom_asked_for_does_not_displace_what_is_popular() -> None:
+def test_admission_by_frequency_does_not_displace_popular_nodes() -> None:
     for admits_by_frequency in (True, False):
         fixture = TreeFixture(8, disk_bytes=2 * SIZE, admits_by_frequency=admits_by_frequency)
         for _ in range(4):
@@ -269,7 +269,7 @@ def test_what_is_seldom_asked_for_does_not_displace_what_is_popular() -> None:
         assert fixture.tree.stats.rejected == admits_by_frequency
 
 
-def test_what_a_waiting_request_will_use_leaves_last() -> None:
+def test_nodes_that_a_waiting_request_will_use_are_evicted_last() -> None:
     for looks_ahead in (True, False):
         fixture = TreeFixture(8, looks_ahead=looks_ahead)
         fixture.serve(1)
@@ -283,7 +283,7 @@ def test_what_a_waiting_request_will_use_leaves_last() -> None:
         fixture.check()
 
 
-def test_only_a_removed_document_goes_and_what_stands_behind_it() -> None:
+def test_a_removed_document_drops_its_nodes_and_their_descendants_only() -> None:
     fixture = TreeFixture(16, disk_bytes=1000)
     fixture.serve(1, 2)
     fixture.serve(3, 1)
@@ -294,7 +294,7 @@ def test_only_a_removed_document_goes_and_what_stands_behind_it() -> None:
     assert len(fixture.memory.lower[Tier.DISK]) == 2
 
 
-def test_a_document_removed_under_a_running_request_does_it_no_harm() -> None:
+def test_a_running_request_survives_the_removal_of_its_document() -> None:
     fixture = TreeFixture(16)
     fixture.serve(1)
     lease = fixture.lease(1, 2)
@@ -303,14 +303,14 @@ def test_a_document_removed_under_a_running_request_does_it_no_harm() -> None:
     fixture.check(lease)
     fixture.compute(lease)
     fixture.check(lease)
-    assert fixture.node(1, 2) is None, "nothing is kept behind a document that is gone"
+    assert fixture.node(1, 2) is None, "nothing is kept behind a removed document"
     other = fixture.serve(1, 2, running=[lease])
     assert other.reuse is not None and other.reuse.num_cached_tokens == SIZE
     fixture.manager.release(lease)
     fixture.check()
 
 
-def test_what_is_being_computed_of_a_removed_document_is_not_kept_either() -> None:
+def test_kv_computed_behind_a_removed_document_is_not_kept() -> None:
     fixture = TreeFixture(16)
     lease = fixture.lease(1, 2, 3)
     assert fixture.admit(lease) == 0
@@ -327,7 +327,7 @@ def test_what_is_being_computed_of_a_removed_document_is_not_kept_either() -> No
     fixture.check()
 
 
-def test_after_losing_the_device_the_system_prompt_comes_from_its_replica() -> None:
+def test_after_a_device_loss_the_system_prompt_is_loaded_from_its_replica() -> None:
     fixture = TreeFixture(16, host_bytes=100, replicates_system=True)
     fixture.serve(1)
     fixture.memory.lose_device()
@@ -356,16 +356,16 @@ def test_policies_are_sort_keys() -> None:
     assert set(POLICIES) == {"prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"}
 
 
-def test_heat_is_the_logarithm_of_uses_that_fade() -> None:
+def test_heat_is_the_logarithm_of_decayed_uses() -> None:
     fixture = TreeFixture(8, half_life_uses=2.0)
     fixture.serve(1)  # uses 1 (S) and 2 (the document)
     fixture.serve(1)  # uses 3 and 4
     node = fixture.node(1)
     assert node is not None
-    assert 2 ** (node.heat - 4 / 2) == pytest.approx(1 + 1 / 2), "one use now, and one that is a half-life old"
+    assert 2 ** (node.heat - 4 / 2) == pytest.approx(1 + 1 / 2), "one use now, one use a half-life ago"
 
 
-def test_an_eviction_does_not_end_the_memory_of_uses() -> None:
+def test_prefix_heat_remembers_uses_across_an_eviction() -> None:
     for policy, survivor in ((prefix_heat, 1), (pgdsf, 2)):
         fixture = TreeFixture(8, policy=policy)
         for _ in range(3):
@@ -378,7 +378,7 @@ def test_an_eviction_does_not_end_the_memory_of_uses() -> None:
         assert [d for d in (1, 2) if fixture.node(d)] == [survivor]
 
 
-def test_of_paths_used_alike_the_deeper_end_leaves_first() -> None:
+def test_of_equally_used_paths_the_deeper_end_is_evicted_first() -> None:
     fixture = TreeFixture(8)
     fixture.serve(2)
     fixture.serve(1, 3)  # later, so that LRU would take 2

@@ -1,4 +1,4 @@
-"""Names of pieces: equal exactly for equal tokens after equal tokens."""
+"""Keys of pieces: equal exactly for equal tokens after equal tokens."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,14 +40,14 @@ def test_pieces_are_whole_segments_and_the_last_one_in_fours(parts: Segments) ->
 
 
 @given(segments, segments)
-def test_two_pieces_have_one_name_exactly_if_all_cuts_up_to_them_agree(one: Segments, other: Segments) -> None:
+def test_two_pieces_have_equal_keys_exactly_if_all_cuts_up_to_them_agree(one: Segments, other: Segments) -> None:
     first, second = KEYS.pieces(prompt(one)), KEYS.pieces(prompt(other))
     for index, (left, right) in enumerate(zip(first, second, strict=False)):
         assert (left.key == right.key) == (cuts(one)[: index + 1] == cuts(other)[: index + 1])
         assert (left.content == right.content) == (cuts(one)[index] == cuts(other)[index])
 
 
-def test_model_and_tenant_are_part_of_every_name() -> None:
+def test_model_and_tenant_are_part_of_every_key() -> None:
     names = {
         keys.pieces(prompt([[1, 2], [3]]), salt)[0].key
         for keys in (KEYS, PrefixKeys(b"other", tail_tokens=4))
@@ -56,5 +56,5 @@ def test_model_and_tenant_are_part_of_every_name() -> None:
     assert len(names) == 4
 
 
-def test_the_parts_of_a_root_cannot_be_moved_into_each_other() -> None:
+def test_fingerprint_and_salt_of_a_root_cannot_be_confused() -> None:
     assert PrefixKeys(b"a", 4).root("bc") != PrefixKeys(b"ab", 4).root("c")

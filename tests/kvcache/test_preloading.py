@@ -1,4 +1,4 @@
-"""The depth of Equation 16 beside the smallest without gaps, and the timeline beside a clock that ticks."""
+"""Depth of Equation 16, compared with the smallest depth without gaps; timeline, compared with a ticking clock."""
 
 from itertools import count
 
@@ -21,7 +21,7 @@ def gap_seconds(times: Timeline) -> float:
 
 
 def test_figure_19() -> None:
-    """Five layers that take twice as long to load as to compute: with three loaded ahead nothing waits."""
+    """Five layers that take twice as long to load as to compute: with three loaded ahead no layer waits."""
     assert preload_depth(5, prefill_seconds=5.0, load_seconds=10.0) == 3
     times = even(5, 2, 1, 3)
     assert times.loaded == (2.0, 4.0, 6.0, 8.0, 10.0)
@@ -75,7 +75,7 @@ def test_algorithm_2_as_written_loads_the_same(num_layers: int, depth: int) -> N
 
 
 def tick_by_tick(loads: list[int], computes: list[int], depth: int, *, is_eager: bool) -> Timeline:
-    """A channel, a processor and a buffer of depth + 1 layers, looked at once per tick."""
+    """A channel, a processor and a buffer of depth + 1 layers, checked once per tick."""
     loaded: list[float] = []
     started: list[float] = []
     finished: list[float] = []

@@ -1,4 +1,4 @@
-"""What kept KV has seen, beside a memory whose every slot remembers it by itself, from what was computed over it."""
+"""Provenance of kept KV, compared with a memory whose slots record the texts that their KV has seen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,14 +28,14 @@ from tests.fakes import ManualClock
 SIZE = 4
 """Tokens per block, and per document."""
 QUESTION, SYSTEM, TURN = 90, 100, 200
-"""Tokens; those of documents are below, and each text has one token of its own."""
+"""Tokens; documents have smaller tokens, and each text has its own token."""
 DOCUMENTS = range(1, 8)
 
 Seen = frozenset[int]
 
 
 def text_of(document: int) -> int:
-    """The last document reads like the first one."""
+    """Return the text of a document; the last has the text of the first."""
     return 1 if document == DOCUMENTS[-1] else document
 
 
@@ -90,14 +90,14 @@ class SeenMemory:
         del self.lower[tier][key]
 
     def held(self, node: Node) -> list[Seen]:
-        """What every copy of a node has seen."""
+        """Return what each copy of a node has seen."""
         found = [one for tier in self.lower.values() for one in tier.get(node.key, ())]
         return found + [self.slots[slot] for slot in self.of(node.block_ids or (), node.num_tokens)]
 
 
 @dataclass
 class Reader:
-    """A manager over such a memory, and the documents that are there."""
+    """A manager over such a memory, and the existing documents."""
 
     ratio: float
     alive: set[int] = field(default_factory=lambda: set(DOCUMENTS))
@@ -128,7 +128,7 @@ class Reader:
             self.memory.drop(key, Tier.DISK)
 
     def begin(self, documents: Sequence[int], system: int, turn_at: int | None, allowed: set[int] | None) -> None:
-        """Let a request with a filter be admitted, and look at every slot that it need not compute."""
+        """Admit a request with a filter, and check every slot that it need not compute."""
         segments = [Segment(SegmentKind.CHUNK, (text_of(one),) * SIZE, ChunkId(one)) for one in documents]
         if turn_at is not None and turn_at <= len(segments):
             segments.insert(turn_at, Segment(SegmentKind.TURN, (TURN,) * SIZE))
@@ -149,7 +149,7 @@ class Reader:
         self.under_way.append(lease)
 
     def end(self, index: int) -> None:
-        """Compute the rest of a prompt under way, and give it back."""
+        """Compute the rest of a running prompt, and release it."""
         lease = self.under_way.pop(index)
         tokens, slots = lease.prompt.token_ids, lease.table.slots.tolist()
         todo: Sequence[int] = range(sum(node.num_tokens for node in lease.nodes), len(tokens))
@@ -173,12 +173,12 @@ class Reader:
         self.manager.check_integrity(self.under_way)
         texts = {text_of(document) for document in self.alive}
         for node in self.tree:
-            assert node.seen <= self.alive, "it names what is gone"
+            assert node.seen <= self.alive, "it names a removed document"
             named = {text_of(chunk_id) for chunk_id in node.seen}
             for seen in self.memory.held(node):
                 documents = {token for token in seen if token < QUESTION}
-                assert documents <= named, "it has seen what it does not name"
-                assert documents <= texts, "it has seen what is gone"
+                assert documents <= named, "it has seen a document that it does not name"
+                assert documents <= texts, "it has seen a removed document"
         kept = {node.key for node in self.tree}
         assert all(key in kept for tier in self.memory.lower.values() for key in tier), "a copy outlives its node"
 
@@ -234,7 +234,7 @@ BEHIND = [*ask(1, 2), *ask(2, 3)]
 @example(0.0, [*BEHIND, ("ask", [3, 5], 0, None, None), ("remove", 1), ("end", 0)])
 @example(0.0, [*ask(1, 2, turn_at=1), *ask(2, 4, turn_at=2), *ask(5, 4)])
 @settings(max_examples=150, deadline=None)
-def test_no_request_uses_kv_that_has_seen_what_is_gone_or_what_it_may_not_see(
+def test_no_request_uses_kv_that_has_seen_removed_or_forbidden_documents(
     ratio: float, steps: list[tuple[Any, ...]]
 ) -> None:
     run(ratio, steps)
@@ -255,29 +255,27 @@ def test_no_request_uses_kv_that_has_seen_what_is_gone_or_what_it_may_not_see(
         (ask(4, 3, system=1), 0),
     ],
 )
-def test_a_copy_is_placed_only_where_all_that_it_has_seen_may_be_seen(steps: list[Any], num_placed: int) -> None:
+def test_a_copy_is_placed_only_where_all_it_has_seen_is_allowed(steps: list[Any], num_placed: int) -> None:
     assert run(0.0, [*BEHIND, *steps]).num_placed == 1 + num_placed
 
 
-def test_a_request_that_finds_only_copies_it_may_not_use_keeps_one_of_its_own() -> None:
+def test_a_request_without_a_usable_copy_keeps_its_own() -> None:
     steps = [*BEHIND, *ask(4, 5), *ask(5, 3, allowed={3, 4, 5}), *ask(6, 3, allowed={3, 4, 5, 6})]
     reader = run(0.0, steps)
     seen = sorted(sorted(node.seen) for node in reader.tree if node.chunk_id == 3)
     assert seen == [[1, 2, 3], [3, 4, 5]], "two copies of 3, each with its own provenance"
-    assert reader.num_placed == 3, "the last one is placed from the second"
+    assert reader.num_placed == 3, "the last request places the second copy"
 
 
 @pytest.mark.parametrize(("turn_at", "num_placed"), [(1, 1), (None, 0), (2, 1)])
-def test_a_copy_that_has_seen_a_turn_is_placed_only_in_a_prompt_with_that_turn(
-    turn_at: int | None, num_placed: int
-) -> None:
+def test_a_copy_that_has_seen_a_turn_is_placed_only_behind_that_turn(turn_at: int | None, num_placed: int) -> None:
     reader = run(0.0, [*ask(1, 2, turn_at=1), *ask(3, 2, 4, turn_at=turn_at)])
     assert reader.num_placed == num_placed
-    alone = [node.chunk_id for node in reader.tree if node.detached_seen]
-    assert not alone, "behind a turn, or behind what has seen one, nothing is kept to be placed"
+    detached = [node.chunk_id for node in reader.tree if node.detached_seen]
+    assert not detached, "no detached node is kept behind a turn, or behind KV that has seen a turn"
 
 
-def test_what_has_seen_too_much_is_not_kept() -> None:
+def test_kv_that_has_seen_too_many_chunks_is_not_kept() -> None:
     """Each copy is placed before the next is computed, so that each has seen all before it."""
     reader, last = Reader(0.0), MAX_SEEN + 20
     reader.alive = set(range(1000, 1000 + last + 2))

@@ -1,4 +1,4 @@
-"""How a prompt with placed chunks is completed, and which copy of a chunk is placed."""
+"""Completing a prompt with placed chunks, and choosing the copy of a chunk."""
 
 import numpy as np
 import pytest
@@ -58,16 +58,16 @@ def test_every_token_is_exact_placed_or_computed(
         assert len(set(chunk) & set(computed)) == count
 
 
-def test_the_look_decides_by_the_placed_tokens_alone() -> None:
+def test_the_query_pass_ranks_placed_tokens_only() -> None:
     recompute = SelectiveRecompute(2, unlike(range(2, 4), range(6, 8)), 8, AnywhereOptions(0.25, "question"))
-    attention = np.zeros((2, 2, 8), np.float32)  # two exact tokens, four placed ones, two that look
+    attention = np.zeros((2, 2, 8), np.float32)  # two exact tokens, four placed, two of the question
     attention[:, 0] = [[9, 9, 0.0, 0.3, 0.4, 0.3, 9, 9], [9, 9, 0.2, 0.1, 0.4, 0.3, 9, 9]]
     recompute.take_attention(attention)
     assert recompute.to_compute(10).tolist() == [4, 5, 6, 8, 9]
 
 
-@pytest.mark.parametrize(("ratio", "looks"), [(0.0, False), (0.15, True), (1.0, False)])
-def test_nobody_looks_where_nothing_is_to_be_chosen(ratio: float, looks: bool) -> None:
+@pytest.mark.parametrize(("ratio", "has_choice"), [(0.0, False), (0.15, True), (1.0, False)])
+def test_no_query_pass_runs_where_there_is_no_choice(ratio: float, has_choice: bool) -> None:
     def new(selector: TokenSelector, window: int = 0) -> SelectiveRecompute:
         return SelectiveRecompute(2, unlike(range(2, 12)), 12, AnywhereOptions(ratio, selector, focus_window=window))
 
@@ -75,15 +75,15 @@ def test_nobody_looks_where_nothing_is_to_be_chosen(ratio: float, looks: bool) -
         new("question").needs_query_pass
         is new("question_mean").needs_query_pass
         is new("first", 2).needs_query_pass
-        is looks
+        is has_choice
     )
     assert (
         not new("first").needs_query_pass
         and not new("random").needs_query_pass
         and not new("deviation").needs_query_pass
     )
-    assert new("deviation").needs_deviation_pass is looks and not new("first").needs_deviation_pass
-    assert new("first").is_planned and new("question").is_planned is not looks
+    assert new("deviation").needs_deviation_pass is has_choice and not new("first").needs_deviation_pass
+    assert new("first").is_planned and new("question").is_planned is not has_choice
 
 
 def test_each_chunk_has_its_own_budget() -> None:
@@ -95,7 +95,7 @@ def test_each_chunk_has_its_own_budget() -> None:
         assert recompute.num_chosen() == counts, alpha
 
 
-def test_a_probe_decides_by_the_placed_tokens_alone() -> None:
+def test_the_deviation_pass_ranks_placed_tokens_only() -> None:
     recompute = SelectiveRecompute(1, unlike(range(1, 4), range(6, 8)), 8, AnywhereOptions(0.4, "deviation"))
     assert list(recompute.deviation_pass_positions(9, 5)) == [1, 2, 3, 4, 5]
     recompute.take_deviations(np.array([0, 3, 1, 9, 9], np.float32), 9)
@@ -104,8 +104,8 @@ def test_a_probe_decides_by_the_placed_tokens_alone() -> None:
     assert recompute.is_planned and recompute.to_compute(9).tolist() == [2, 4, 5, 6, 8]
 
 
-def test_chunks_out_of_focus_are_not_repaired() -> None:
-    """Four chunks of five tokens; the question looks at the last one, in every layer."""
+def test_chunks_out_of_focus_are_not_recomputed() -> None:
+    """Four chunks of five tokens; the question attends to the last, in every layer."""
     placed = [range(start, start + 5) for start in (0, 5, 10, 15)]
     for selector in ("first", "question"):
         options = AnywhereOptions(0.4, selector, focus_window=2)
@@ -120,7 +120,7 @@ def test_overlap_counts_common_chunks_and_their_order() -> None:
     a, b, c, d = b"a", b"b", b"c", b"d"
     assert context_overlap([], []) == 1.0 and context_overlap([], [a]) == 0.0 and context_overlap([a], []) == 0.0
     assert context_overlap([a, b], [a, b]) == context_overlap([a, b], [d, a, c, b]) == 1.0
-    assert context_overlap([a, b], [b, a]) == 0.0, "every pair is turned round"
+    assert context_overlap([a, b], [b, a]) == 0.0, "every pair is reversed"
     assert context_overlap([a, b, c, d], [a, c]) == 0.5
     assert context_overlap([a, a], [a, a]) == 1.0
 
@@ -145,7 +145,7 @@ def variant(before: tuple[bytes, ...], tier: Tier, first_position: int) -> Node:
     return one
 
 
-def test_the_most_similar_context_wins_then_the_nearest_copy() -> None:
+def test_the_copy_of_the_most_similar_context_wins_then_the_nearest() -> None:
     alone, like = variant((), Tier.DEVICE, 8), variant((b"a",), Tier.DISK, 8)
     assert best_variant([alone, like], [b"a"], 8) is like
     assert best_variant([alone, like], [], 8) is alone
@@ -154,8 +154,8 @@ def test_the_most_similar_context_wins_then_the_nearest_copy() -> None:
     assert best_variant([], [], 0) is None
 
 
-def test_the_copy_with_the_least_to_repair_wins() -> None:
-    """It paid a good deal to a chunk that is there again; the other one mostly to one that is not."""
+def test_the_copy_with_the_lowest_overhead_wins() -> None:
+    """One copy attended much to a chunk that is present again, the other mostly to an absent chunk."""
     like, other = (variant((b"a", b"b"), Tier.DEVICE, 8) for _ in range(2))
     like.mass = ContextMass(4, (b"a", b"b"), (4, 4), np.array([3.0, 0.5], np.float32), 1.0)
     other.mass = ContextMass(4, (b"a", b"b"), (4, 4), np.array([0.5, 3.0], np.float32), 1.0)
@@ -165,4 +165,4 @@ def test_the_copy_with_the_least_to_repair_wins() -> None:
     alone = variant((), Tier.DEVICE, 8)
     alone.mass = ContextMass(4, (), (), np.zeros(0, np.float32), 1.0)
     assert reusability(alone, [b"c"]) == Reusability(0.0, 0.5)
-    assert best_variant([other, like, alone], [b"c"], 8) is alone, "it owes nothing to anybody"
+    assert best_variant([other, like, alone], [b"c"], 8) is alone, "its KV is independent of other chunks"

@@ -1,4 +1,4 @@
-"""Selectors, and how many tokens they may have."""
+"""Selectors and their budgets."""
 
 import numpy as np
 from hypothesis import given
@@ -24,7 +24,9 @@ def test_budgets_are_in_proportion(lengths: list[int], ratio: float) -> None:
 
 
 @given(st.sampled_from(sorted(SELECTORS)), st.data(), LENGTHS)
-def test_as_many_as_the_budgets_pay_for(name: TokenSelector, data: st.DataObject, lengths: list[int]) -> None:
+def test_selectors_choose_as_many_tokens_as_the_budgets_allow(
+    name: TokenSelector, data: st.DataObject, lengths: list[int]
+) -> None:
     budgets = [data.draw(st.integers(0, length)) for length in lengths]
     chosen = select(name, given_for(lengths, budgets))
     assert len(chosen) == sum(budgets)
@@ -46,7 +48,7 @@ def test_nothing_is_chosen_in_a_closed_chunk() -> None:
 
 
 @given(LENGTHS, st.floats(0.05, 0.95))
-def test_what_is_chosen_scores_at_least_as_high_as_what_is_not(lengths: list[int], ratio: float) -> None:
+def test_selected_tokens_score_at_least_as_high_as_the_rest(lengths: list[int], ratio: float) -> None:
     given_ = given_for(lengths, in_proportion(ratio, lengths))
     for name, selector in SELECTORS.items():
         scores, chosen = selector(given_), select(name, given_)
@@ -54,19 +56,19 @@ def test_what_is_chosen_scores_at_least_as_high_as_what_is_not(lengths: list[int
         assert len(rest) == 0 or scores[chosen].min() >= scores[rest].max()
 
 
-def test_the_last_token_counts_twice_what_the_question_does() -> None:
+def test_attention_of_the_last_token_counts_twice() -> None:
     attention = np.array([[0.1, 0.0, 0.3], [0.0, 0.5, 0.0]], np.float32)
     assert select("question", SelectorInput([3], [1], [True], attention)).tolist() == [2]
     assert select("question", SelectorInput([3], [2], [True], attention)).tolist() == [1, 2]
     assert select("question_mean", SelectorInput([3], [1], [True], attention)).tolist() == [1]
 
 
-def test_the_most_contextualised_come_from_every_chunk_alike() -> None:
-    """Equation 14 for each chunk by itself; of equals the earlier ones."""
+def test_context_selects_in_proportion_from_every_chunk() -> None:
+    """Equation 14 within each chunk; of equal tokens the earlier."""
     paid = np.array([0.9, 0.8, 0.7, 0.6, 0.0, 0.1, 0.0, 0.3, 0.0, 0.0, 0.0, 0.2], np.float32)
     chosen = select("context", SelectorInput([4, 8], [2, 4], [True, True], context_N=paid)).tolist()
     assert chosen == [0, 1, 4, 5, 7, 11]
 
 
-def test_first_tokens_come_from_every_chunk_alike() -> None:
+def test_first_selects_in_proportion_from_every_chunk() -> None:
     assert select("first", SelectorInput([4, 8], [2, 4], [True, True])).tolist() == [0, 1, 4, 5, 6, 7]

@@ -52,7 +52,7 @@ class TreeFixture:
         return self.manager.try_admit(lease, [len(segment.token_ids) for segment in lease.prompt.segments])
 
     def serve(self, *documents: int, question: int = 2, running: Sequence[Lease] = ()) -> Lease:
-        """A request from beginning to end; the lease is returned empty, with its report."""
+        """Run a request from beginning to end; return its lease, empty, with its report."""
         lease = self.lease(*documents, question=question)
         cached = self.admit(lease)
         assert cached is not None

@@ -1,4 +1,4 @@
-"""Nodes for tests of kept KV: everything about node n follows from n. No torch."""
+"""Records for tests of kept KV; everything about node n follows from n. No torch."""
 
 import hashlib
 import random

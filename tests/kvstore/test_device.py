@@ -1,4 +1,4 @@
-"""Where KV bytes are: copies of whole blocks, in every layer."""
+"""Device store: copies of whole blocks in every layer."""
 
 import pytest
 import torch

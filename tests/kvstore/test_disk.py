@@ -1,4 +1,4 @@
-"""Records in files: they survive a restart, and whatever is wrong with one is a counted miss."""
+"""Records in files: they survive a restart, and every defect is a counted miss."""
 
 import errno
 import logging
@@ -91,11 +91,11 @@ def test_a_flipped_bit_is_a_miss_counted_logged_and_removed(
     assert reason.value in caplog.text
     assert len(files_in(tmp_path)) == len(store.records()) == 2
     assert store.num_bytes == 2 * (1000 + OVERHEAD)
-    assert read(store, key(1)) is None  # now it is only not there
+    assert read(store, key(1)) is None  # now it is missing
     assert store.verify_failures == {reason: 1}
 
 
-def test_a_record_in_the_place_of_another_node_or_model_is_refused(tmp_path: Path) -> None:
+def test_a_record_at_the_path_of_another_node_or_model_is_refused(tmp_path: Path) -> None:
     store = filled(tmp_path)
     path_of(store.folder, key(1)).write_bytes(path_of(store.folder, key(0)).read_bytes())
     other = DiskStore(tmp_path, OTHER_MODEL)
@@ -135,14 +135,14 @@ def test_a_record_with_a_long_header_survives_a_restart(tmp_path: Path) -> None:
     assert next(iter(again.records()))[1] == header_size_of(long) + 1000
 
 
-def test_a_file_that_vanished_is_only_a_miss(tmp_path: Path) -> None:
+def test_a_removed_file_is_a_miss(tmp_path: Path) -> None:
     store = filled(tmp_path)
     path_of(store.folder, key(1)).unlink()
     assert read(store, key(1)) is None
     assert not store.verify_failures and store.num_bytes == 2 * (1000 + OVERHEAD)
 
 
-def test_a_record_that_cannot_be_opened_just_now_stays(
+def test_a_temporarily_unopenable_record_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> int:
@@ -168,7 +168,7 @@ def test_a_disk_that_fails_to_read_is_a_miss(tmp_path: Path, monkeypatch: pytest
     assert read(store, key(0)) == payload(0)
 
 
-def test_opening_leaves_out_bad_records_and_temporaries_and_ignores_other_files(
+def test_opening_skips_bad_records_removes_temporaries_and_ignores_other_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(tmp_path, 6).close()
@@ -216,12 +216,12 @@ def test_a_write_that_fails_leaves_nothing_and_warns_once(
         patch.setattr(os, "write", write)
         assert not any(store.write(record(n), *sealed(n)) for n in (1, 7, 8))
     assert store.num_write_failures == 3 and len(caplog.records) == 1
-    assert read(store, key(1)) is None, "a write that failed leaves no older copy either"
+    assert read(store, key(1)) is None, "a failed write leaves no older copy"
     assert len(files_in(tmp_path)) == len(store.records()) == 2 and store.num_bytes == 2 * (1000 + OVERHEAD)
     assert store.write(record(7), *sealed(7)) and read(store, key(7)) == payload(7)
 
 
-def test_the_kernel_refuses_in_the_middle_of_a_record(tmp_path: Path) -> None:
+def test_a_record_that_exceeds_the_file_size_limit_is_not_stored(tmp_path: Path) -> None:
     store = filled(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -232,7 +232,7 @@ def test_the_kernel_refuses_in_the_middle_of_a_record(tmp_path: Path) -> None:
     assert store.num_write_failures == 1 and len(files_in(tmp_path)) == 3
 
 
-def test_a_shard_that_is_no_folder_fails_that_write(tmp_path: Path) -> None:
+def test_a_write_fails_if_its_shard_is_not_a_folder(tmp_path: Path) -> None:
     store = filled(tmp_path, 0)
     path_of(store.folder, key(1)).parent.write_text("in the way")
     assert not store.write(record(1), *sealed(1)) and store.num_write_failures == 1
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_made_or_locked_is_read_only(tmp_path: Path, cap
     assert caplog.text.count("cannot be written") == 2
 
 
-def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_reads_existing_records_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = filled(tmp_path)
     reader = DiskStore(tmp_path, MODEL)
     assert (writer.is_writer, reader.is_writer) == (True, False)
@@ -262,21 +262,21 @@ def test_a_reader_sees_what_is_there_and_changes_nothing(tmp_path: Path, caplog:
     assert [read(reader, key(n)) for n in range(3)] == [payload(n) for n in range(3)]
 
     assert writer.write(record(5), *sealed(5))
-    assert not reader.has(key(5)), "it knows what was there when it began"
+    assert not reader.has(key(5)), "a reader knows the records from when it opened the folder"
 
     flip(path_of(writer.folder, key(0)), PAGE_SIZE)
     assert read(reader, key(0)) is None and reader.verify_failures == {Defect.CHECKSUM: 1}
     assert not reader.has(key(0)), "it is not offered again"
-    assert len(files_in(tmp_path)) == 4, "removing it is for the writer"
+    assert len(files_in(tmp_path)) == 4, "only the writer removes it"
     assert read(writer, key(0)) is None and len(files_in(tmp_path)) == 3
 
     writer.close()
-    assert (writer.is_writer, reader.is_writer) == (False, False), "who began as a reader stays one"
+    assert (writer.is_writer, reader.is_writer) == (False, False), "a reader stays a reader"
     assert not writer.write(record(9), *sealed(9))
     assert DiskStore(tmp_path, MODEL).is_writer
 
 
-def test_a_writer_whose_folder_was_removed_stops_where_another_process_writes_now(
+def test_a_writer_of_a_removed_folder_stops_if_another_process_writes_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = filled(tmp_path / "kv")
@@ -292,7 +292,7 @@ def test_a_writer_whose_folder_was_removed_stops_where_another_process_writes_no
     assert "another process or instance writes the KV cache" in caplog.text
 
 
-def test_a_writer_whose_folder_was_removed_makes_and_locks_it_again(
+def test_a_writer_of_a_removed_folder_creates_and_locks_it_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = filled(tmp_path / "kv")
@@ -319,7 +319,7 @@ def test_the_disk_store_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path) -> None:
+def test_kv_of_the_model_stored_to_least_recently_is_removed_first(tmp_path: Path) -> None:
     size = size_on_disk(1000)
     for seconds, model in enumerate((b"a" * 32, b"b" * 32), start=1):
         store = DiskStore(tmp_path, model)
@@ -333,11 +333,13 @@ def test_other_models_make_room_the_one_stored_longest_ago_first(tmp_path: Path)
     older, newer = DiskStore(tmp_path, b"a" * 32), DiskStore(tmp_path, b"b" * 32)
     assert [older.has(key(n)) for n in range(3)] == [True, False, False]
     older.close()
-    assert shrink_other_models(tmp_path, MODEL, 0) == 3 * size, "who writes now keeps its own"
+    assert shrink_other_models(tmp_path, MODEL, 0) == 3 * size, "the current writer keeps its KV"
     assert all(newer.has(key(n)) and own.has(key(n)) for n in range(3)) and len(files_in(tmp_path)) == 6
 
 
-def test_who_starts_while_others_make_room_becomes_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_can_become_the_writer_while_its_model_is_shrunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filled(tmp_path).close()
     opened: list[Future[DiskStore]] = []
 

@@ -1,4 +1,4 @@
-"""What can be done with all models' records without a model, also while a process uses them."""
+"""Operations on the records of all models without a model, also while a process uses them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ def stored(store: DiskStore) -> list[int]:
     return [n for n in range(10) if store.read(key(n), buffer)]
 
 
-def test_only_the_dead_chunks_records_and_what_follows_them_go(tmp_path: Path) -> None:
+def test_forget_chunks_removes_records_of_removed_chunks_and_their_descendants(tmp_path: Path) -> None:
     store, other = DiskStore(tmp_path, MODEL), DiskStore(tmp_path, OTHER_MODEL)
     prompts = [
         record(1, first_position=0),  # the system prompt
@@ -28,12 +28,12 @@ def test_only_the_dead_chunks_records_and_what_follows_them_go(tmp_path: Path) -
     assert all(store.write(node, *sealed(1)) and other.write(node, *sealed(1)) for node in reversed(prompts))
     assert forget_chunks(tmp_path, lambda chunk: chunk != ChunkId(20)) == 8
     assert stored(store) == stored(other) == [1, 5, 7]
-    assert not store.verify_failures, "for a process that used them they are plain misses"
+    assert not store.verify_failures, "to a process that uses them they are misses"
     assert forget_chunks(tmp_path, lambda chunk: True) == 0
 
 
-def test_a_record_goes_with_every_chunk_that_its_kv_has_seen(tmp_path: Path) -> None:
-    """It may hang from none, or its parent's record may be gone already."""
+def test_a_record_is_removed_with_any_chunk_that_its_kv_has_seen(tmp_path: Path) -> None:
+    """It may be detached, or its parent's record may be missing."""
     store = DiskStore(tmp_path, MODEL)
     alone = replace(record(1, parent=1, first_position=8, chunk=30), seen=(ChunkId(20), ChunkId(30)))
     orphan = replace(record(2, parent=9, first_position=8, chunk=40), seen=(ChunkId(20), ChunkId(40)))
@@ -44,7 +44,7 @@ def test_a_record_goes_with_every_chunk_that_its_kv_has_seen(tmp_path: Path) -> 
 
 
 def test_a_record_that_does_not_say_what_it_has_seen_is_removed(tmp_path: Path) -> None:
-    """Its checksum fails, as that of another version's record does: it is not used, and it may hold anything."""
+    """It is damaged or of another version: it is not used, and its provenance is unknown."""
     store = DiskStore(tmp_path, MODEL)
     assert all(store.write(record(n, first_position=0), *sealed(1)) for n in (1, 2))
     path = path_of(store.folder, key(1))

@@ -1,4 +1,4 @@
-"""Copies by layers: whoever looks finds what copying at once would have left, and a failed copy is no KV."""
+"""Layer by layer copies: readers find the same KV as after an immediate copy, and a failed copy is not used."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def note(done: list[tuple[str, int]], name: str, layers: slice) -> None:
     done.append((name, layers.start))
 
 
-def test_layer_after_layer_in_the_order_of_additions(copies: LayerCopies) -> None:
+def test_copies_run_layer_by_layer_in_the_order_added(copies: LayerCopies) -> None:
     done: list[tuple[str, int]] = []
     copies.add(partial(note, done, "a"))
     copies.add(partial(note, done, "b"))
@@ -47,7 +47,7 @@ def test_layer_after_layer_in_the_order_of_additions(copies: LayerCopies) -> Non
     assert done == [(name, layer) for layer in range(NUM_LAYERS) for name in "ab"]
 
 
-def test_a_layer_is_there_while_the_next_one_is_copied(copies: LayerCopies) -> None:
+def test_a_layer_is_readable_while_the_next_is_copied(copies: LayerCopies) -> None:
     may_go_on, done = threading.Event(), list[int]()
 
     def copy(layers: slice) -> None:
@@ -64,7 +64,7 @@ def test_a_layer_is_there_while_the_next_one_is_copied(copies: LayerCopies) -> N
     assert done == [0, 1, 2]
 
 
-def test_what_is_added_later_comes_after_what_has_begun(copies: LayerCopies) -> None:
+def test_later_copies_run_after_running_ones(copies: LayerCopies) -> None:
     done: list[tuple[str, int]] = []
     copies.add(partial(note, done, "a"))
     copies.wait(0)
@@ -73,7 +73,7 @@ def test_what_is_added_later_comes_after_what_has_begun(copies: LayerCopies) -> 
     assert done[:4] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
 
 
-def test_a_failure_is_never_forgotten_until_all_is_dropped(copies: LayerCopies) -> None:
+def test_every_wait_raises_after_a_failure_until_drop(copies: LayerCopies) -> None:
     def copy(layers: slice) -> None:
         if layers.start == 1:
             raise MemoryError("none left")
@@ -124,7 +124,7 @@ def new_tiers(device: DeviceStore, root: Path | None = None) -> TieredStore:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tier", list(Tier))
-def test_every_layer_is_there_when_somebody_reads_it(tmp_path: Path, tier: Tier, dtype: torch.dtype) -> None:
+def test_every_layer_is_complete_when_it_is_read(tmp_path: Path, tier: Tier, dtype: torch.dtype) -> None:
     slow, fast = new_tiers(new_device(dtype), tmp_path / "slow"), new_tiers(preloading(dtype), tmp_path / "fast")
     for tiers in (slow, fast):
         source = blocks(2, 3)
@@ -141,8 +141,8 @@ def test_every_layer_is_there_when_somebody_reads_it(tmp_path: Path, tier: Tier,
     assert_same(fast.device, slow.device)
 
 
-def test_looking_ahead_of_the_copies_is_impossible() -> None:
-    """Every way to the slots waits."""
+def test_every_access_to_slots_waits_for_copies() -> None:
+    """Every method that reads or writes slots waits."""
     for look in (
         lambda device: device.gather(blocks(7), 4),
         lambda device: device.copy_blocks([BlockCopy(BlockId(7), BlockId(8))]),
@@ -190,10 +190,10 @@ PAIRS = st.permutations(range(NUM_BLOCKS)).map(lambda order: (order[0], order[1]
 
 
 @given(st.lists(st.tuples(st.sampled_from(MOVES), PAIRS), max_size=12))
-def test_any_moves_in_any_order_leave_what_they_would_leave_at_once(
+def test_moves_in_any_order_leave_the_same_kv_as_immediate_copies(
     moves: list[tuple[Callable[[TieredStore, int, int, int], None], tuple[int, int]]],
 ) -> None:
-    """Blocks are taken over by others at once, as after an abort or an eviction."""
+    """Blocks are reused at once, as after an abort or an eviction."""
     slow, fast = new_tiers(new_device()), new_tiers(preloading())
     for tiers in (slow, fast):
         assert tiers.offload(key(0), blocks(0), BLOCK_SIZE)
@@ -222,7 +222,7 @@ def test_a_copy_that_fails_loses_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert not device.is_lost
 
 
-def test_a_lost_device_is_not_written_to_any_more() -> None:
+def test_a_lost_device_is_not_written_to() -> None:
     device = preloading()
     tiers = new_tiers(device)
     assert tiers.place(NodeCopy(key(1), Tier.DEVICE, blocks(4), 0, 4), blocks(7), 10)

@@ -1,4 +1,4 @@
-"""Records read ahead: what is given is what was asked for, verified, and never of a record that is gone."""
+"""Prefetching: records are returned verified, and never after they were removed."""
 
 import threading
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ PATIENCE = 30.0
 
 @dataclass
 class Gate:
-    """A reader whose reads can be held back."""
+    """A reader whose reads can be delayed."""
 
     is_open: threading.Event = field(default_factory=threading.Event)
     has_begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -59,7 +59,7 @@ def prefetcher(gate: Gate) -> Iterator[Prefetcher]:
     one.close()
 
 
-def test_without_a_thread_nothing_is_read_ahead(
+def test_without_a_thread_nothing_is_prefetched(
     prefetcher: Prefetcher, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -71,7 +71,7 @@ def test_without_a_thread_nothing_is_read_ahead(
     assert prefetcher.request(key(1), SIZE) and prefetcher.num_bytes == SIZE
 
 
-def test_what_was_requested_is_there(prefetcher: Prefetcher, gate: Gate) -> None:
+def test_a_requested_record_is_returned(prefetcher: Prefetcher, gate: Gate) -> None:
     gate.is_open.set()
     assert prefetcher.request(key(1), SIZE) and prefetcher.request(key(2), SIZE)
     gate.await_begin()
@@ -79,37 +79,37 @@ def test_what_was_requested_is_there(prefetcher: Prefetcher, gate: Gate) -> None
     kv = prefetcher.get(key(2))
     assert kv is not None and kv.payload.tolist() == [key(2)[0]] * SIZE
     assert prefetcher.get(key(3)) is None
-    assert prefetcher.get(key(2)) is kv, "others may need it too"
+    assert prefetcher.get(key(2)) is kv, "other requests may need it too"
     prefetcher.release(key(1))
     prefetcher.release(key(2))
     assert prefetcher.num_bytes == 0
     assert prefetcher.stats == PrefetchStats(used_bytes=SIZE, wasted_bytes=SIZE)
 
 
-def test_who_comes_while_it_is_read_waits(prefetcher: Prefetcher, gate: Gate) -> None:
+def test_get_waits_for_a_read_in_progress(prefetcher: Prefetcher, gate: Gate) -> None:
     prefetcher.request(key(1), SIZE)
     gate.await_begin()
     threading.Timer(0.0, gate.is_open.set).start()
     assert prefetcher.get(key(1)) is not None
 
 
-def test_who_comes_before_it_is_read_reads_it_himself(prefetcher: Prefetcher, gate: Gate) -> None:
+def test_get_before_the_read_begins_leaves_it_to_the_caller(prefetcher: Prefetcher, gate: Gate) -> None:
     prefetcher.request(key(1), SIZE)
     gate.await_begin()
     prefetcher.request(key(2), SIZE)
     assert prefetcher.get(key(2)) is None
-    assert prefetcher.request(key(2), SIZE), "the next one who waits"
+    assert prefetcher.request(key(2), SIZE), "the next request"
     gate.is_open.set()
     gate.await_begin()
     assert prefetcher.get(key(2)) is not None and gate.read == [key(1), key(2)]
 
 
-def test_bytes_are_bounded_also_by_reads_that_nobody_wants_any_more(prefetcher: Prefetcher, gate: Gate) -> None:
+def test_cancelled_reads_in_progress_count_against_the_capacity(prefetcher: Prefetcher, gate: Gate) -> None:
     assert prefetcher.request(key(1), SIZE)
     gate.await_begin()
     assert prefetcher.request(key(2), 2 * SIZE)
     assert not prefetcher.request(key(3), 1), "full"
-    assert prefetcher.request(key(2), 2 * SIZE), "it is on its way"
+    assert prefetcher.request(key(2), 2 * SIZE), "it is being read"
     prefetcher.cancel(key(2))
     assert prefetcher.num_bytes == SIZE, "it had not begun"
     prefetcher.cancel(key(1))
@@ -121,7 +121,7 @@ def test_bytes_are_bounded_also_by_reads_that_nobody_wants_any_more(prefetcher: 
     assert prefetcher.num_bytes == 0 and prefetcher.request(key(4), 3 * SIZE)
 
 
-def test_a_record_is_kept_until_the_last_one_has_released_it(prefetcher: Prefetcher, gate: Gate) -> None:
+def test_a_record_is_kept_until_its_last_release(prefetcher: Prefetcher, gate: Gate) -> None:
     gate.is_open.set()
     for _ in range(2):
         prefetcher.request(key(1), SIZE)
@@ -133,7 +133,7 @@ def test_a_record_is_kept_until_the_last_one_has_released_it(prefetcher: Prefetc
     prefetcher.release(key(1))  # it was cancelled meanwhile
 
 
-def test_a_cancelled_record_is_never_given(prefetcher: Prefetcher, gate: Gate) -> None:
+def test_a_cancelled_record_is_never_returned(prefetcher: Prefetcher, gate: Gate) -> None:
     prefetcher.request(key(1), SIZE)
     gate.await_begin()
     prefetcher.cancel(key(1))
@@ -163,7 +163,7 @@ def test_closing_ends_the_thread(prefetcher: Prefetcher, gate: Gate) -> None:
     assert not thread.is_alive() and prefetcher.num_bytes == 0 and gate.read == [key(1)]
 
 
-def test_only_what_verifies_is_read(tmp_path: Path) -> None:
+def test_only_verified_records_are_prefetched(tmp_path: Path) -> None:
     disk = DiskStore(tmp_path, MODEL)
     assert disk.write(record(1), *sealed(1))
     read = partial(read_record, disk.folder, MODEL, False)
@@ -176,7 +176,7 @@ def test_only_what_verifies_is_read(tmp_path: Path) -> None:
     content[500] ^= 1
     path.write_bytes(content)
     assert read(key(1), 1000) is None
-    assert path.exists() and not disk.verify_failures, "who needs it will find out, and count it"
+    assert path.exists() and not disk.verify_failures, "the ordinary read counts it"
 
 
 # As part of the tiers
@@ -200,7 +200,7 @@ def await_read(tiers: TieredStore, n: int) -> None:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None:
+def test_load_and_place_use_prefetched_records(tmp_path: Path, is_placed: bool) -> None:
     slow, fast = new_tiers(tmp_path / "slow", 0), new_tiers(tmp_path / "fast")
     for tiers in (slow, fast):
         stored(1, tiers, 2, 3)
@@ -220,7 +220,7 @@ def test_tiers_take_what_was_read_ahead(tmp_path: Path, is_placed: bool) -> None
         tiers.close()
 
 
-def test_damage_to_what_was_read_ahead_is_read_from_disk_again(tmp_path: Path) -> None:
+def test_a_prefetched_record_damaged_in_memory_is_read_from_disk_again(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
     assert tiers.prefetch(key(1), 8)
@@ -235,7 +235,7 @@ def test_damage_to_what_was_read_ahead_is_read_from_disk_again(tmp_path: Path) -
     assert tiers.stats.verify_failures == {(Tier.HOST, Defect.CHECKSUM): 1}
 
 
-def test_what_was_dropped_since_is_not_used(tmp_path: Path) -> None:
+def test_a_prefetched_record_dropped_since_is_not_used(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
     assert tiers.prefetch(key(1), 8)
@@ -245,7 +245,7 @@ def test_what_was_dropped_since_is_not_used(tmp_path: Path) -> None:
     assert_same(tiers.device, new_device())
 
 
-def test_what_was_written_again_since_is_read_again(tmp_path: Path) -> None:
+def test_a_prefetched_record_rewritten_since_is_read_again(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
     assert tiers.prefetch(key(1), 8)
@@ -257,7 +257,7 @@ def test_what_was_written_again_since_is_read_again(tmp_path: Path) -> None:
     assert tiers.stats.prefetch.used_bytes == 0
 
 
-def test_a_record_damaged_before_it_is_read_ahead_fails_once(tmp_path: Path) -> None:
+def test_a_record_damaged_before_prefetching_fails_once(tmp_path: Path) -> None:
     tiers = new_tiers(tmp_path)
     stored(1, tiers, 2, 3)
     assert tiers.disk is not None

@@ -1,4 +1,4 @@
-"""Several real processes on one folder of KV, and processes that die."""
+"""Several processes on one folder of KV, and killed processes."""
 
 import random
 import subprocess
@@ -45,7 +45,7 @@ def start(script: str, folder: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_second_process_reads_and_is_told(tmp_path: Path) -> None:
+def test_a_second_process_only_reads_and_logs_so(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, MODEL)
     assert store.write(record(1), *sealed(1))
     output, errors = start(READS, tmp_path).communicate(timeout=60)
@@ -70,7 +70,7 @@ def test_readers_are_not_disturbed_by_a_writer(tmp_path: Path) -> None:
         writer.kill()
 
 
-def test_killed_at_any_moment_it_leaves_whole_records_only(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_leaves_whole_records_only(tmp_path: Path) -> None:
     delays = random.Random(0)
     num_temporaries = 0
     buffer = bytearray(SIZE)
@@ -86,6 +86,6 @@ def test_killed_at_any_moment_it_leaves_whole_records_only(tmp_path: Path) -> No
         assert store.is_writer and not list(tmp_path.rglob("*.tmp"))
         for n in range(8):
             assert not store.read(key(n), memoryview(buffer)) or buffer == payload(n, SIZE)
-        assert not store.verify_failures, "a killed process cannot tear a file that is in its place"
+        assert not store.verify_failures, "a killed process cannot tear a renamed file"
         store.close()
     assert num_temporaries > 0, "no kill came in the middle of a record"

@@ -1,4 +1,4 @@
-"""The format: whatever happens to a record's bytes, it is noticed."""
+"""Record format: every change of a record's bytes is noticed."""
 
 import re
 from dataclasses import replace
@@ -58,7 +58,7 @@ def defect_of(data: bytes, node: NodeRecord) -> Defect | None:
 
 
 @given(RECORDS, KEYS, st.binary())
-def test_a_record_comes_back_as_it_was_given(node: NodeRecord, fingerprint: bytes, content: bytes) -> None:
+def test_a_record_survives_a_round_trip(node: NodeRecord, fingerprint: bytes, content: bytes) -> None:
     data = file_of(node, content, fingerprint)
     size = header_size(data[:PAGE_SIZE])
     assert size == header_size_of(node) and data[size:] == content
@@ -68,12 +68,12 @@ def test_a_record_comes_back_as_it_was_given(node: NodeRecord, fingerprint: byte
 
 
 @pytest.mark.parametrize(("num_notes", "num_pages"), [(0, 1), (3800, 1), (4096, 2), (100_000, 25)])
-def test_the_payload_begins_at_a_page(num_notes: int, num_pages: int) -> None:
+def test_the_payload_is_page_aligned(num_notes: int, num_pages: int) -> None:
     node = replace(record(1), notes=bytes(num_notes))
     assert header_size_of(node) == num_pages * PAGE_SIZE == file_of(node, b"KV").index(b"KV", PAGE_SIZE)
 
 
-def test_the_checksum_of_the_payload_is_carried_as_it_was_given() -> None:
+def test_the_checksum_of_the_payload_is_stored_unchanged() -> None:
     content, damaged = payload(1), payload(2)
     data = encode(record(1), MODEL, len(damaged), checksum_of(content)) + damaged
     assert defect_of(data, record(1)) is Defect.CHECKSUM
@@ -108,7 +108,7 @@ def test_every_extension_is_noticed(more: bytes) -> None:
 
 
 @given(RECORDS, st.binary(min_size=1, max_size=200), st.data())
-def test_any_other_bytes_in_any_place_are_noticed(node: NodeRecord, content: bytes, data: st.DataObject) -> None:
+def test_any_changed_bytes_are_noticed(node: NodeRecord, content: bytes, data: st.DataObject) -> None:
     whole = file_of(node, content)
     place = data.draw(st.integers(0, len(whole) - 1))
     other = data.draw(st.binary(min_size=1, max_size=40))
@@ -116,7 +116,7 @@ def test_any_other_bytes_in_any_place_are_noticed(node: NodeRecord, content: byt
     assert (defect_of(damaged, node) is None) == (damaged == whole)
 
 
-def test_the_reason_is_the_first_thing_that_is_wrong() -> None:
+def test_the_defect_is_the_first_that_is_found() -> None:
     node, content = record(1), payload(1, 100)
     data = file_of(node, content)
     assert defect_of(b"", node) is Defect.MAGIC
@@ -126,7 +126,7 @@ def test_the_reason_is_the_first_thing_that_is_wrong() -> None:
     assert defect_of(data[:-1], node) is Defect.SIZE
     assert defect_of(file_of(record(2), content), node) is Defect.IDENTITY
     assert defect_of(file_of(node, content, OTHER_MODEL), node) is Defect.MODEL
-    assert defect_of(data[:8] + b"\x04" + data[9:], node) is Defect.VERSION, "which the version before it was"
+    assert defect_of(data[:8] + b"\x04" + data[9:], node) is Defect.VERSION, "the previous version"
     assert defect_of(data[:PAGE_SIZE] + payload(2, 100), node) is Defect.CHECKSUM
 
 
@@ -141,7 +141,7 @@ def test_keys_have_32_bytes(wrong: bytes) -> None:
         encode(record(1), wrong, 0, bytes(16))
 
 
-def test_the_page_about_the_format_has_its_offsets() -> None:
+def test_the_docs_page_lists_the_offsets_of_the_format() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "kv-records.md").read_text()
     rows = [(int(offset), int(size)) for offset, size in re.findall(r"^\| (\d+) \| (\d+) \|", page, re.MULTILINE)]
     ends = [offset + size for offset, size in rows]

@@ -1,4 +1,4 @@
-"""KV between device, host and disk: what comes back is what went, or nothing does."""
+"""KV between device, host and disk: a move returns exact bytes or fails."""
 
 import errno
 import os
@@ -99,7 +99,7 @@ def test_gather_and_scatter_equal_their_slow_twins(
 
 
 @given(st.permutations(range(NUM_BLOCKS)), st.integers(1, NUM_BLOCKS * BLOCK_SIZE))
-def test_any_blocks_in_any_order(order: list[int], num_tokens: int) -> None:
+def test_scatter_and_gather_blocks_in_any_order(order: list[int], num_tokens: int) -> None:
     ids = blocks(*order[: -(-num_tokens // BLOCK_SIZE)])
     source, fast, slow = new_device(), new_device(seed=1), new_device(seed=1)
     kv = source.gather(ids, num_tokens)
@@ -110,9 +110,7 @@ def test_any_blocks_in_any_order(order: list[int], num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("ids", "num_tokens"), PLACES)
-def test_the_tensor_operations_of_other_devices_do_the_same(
-    ids: list[int], num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_operations_equal_the_cpu_path(ids: list[int], num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source, fast, slow = new_device(), new_device(seed=1), new_device(seed=1)
     for store in (source, fast):
         monkeypatch.setattr(store, "_is_on_host", False)
@@ -182,7 +180,7 @@ def test_a_flipped_bit_reaches_no_slot(place: int, tmp_path: Path) -> None:
     assert tiers.stats.flows[Tier.DISK, Tier.DEVICE].num_failed == 1
 
 
-def test_what_is_not_there_is_a_failed_move(tmp_path: Path) -> None:
+def test_moving_a_missing_copy_fails(tmp_path: Path) -> None:
     store = new_device()
     for tiers in (new_tiers(store, tmp_path), new_tiers(store, None)):
         assert not tiers.load(key(1), Tier.HOST, blocks(1), 3)
@@ -192,16 +190,16 @@ def test_what_is_not_there_is_a_failed_move(tmp_path: Path) -> None:
         tiers.drop(key(1), Tier.DISK)
         assert not tiers.stats.verify_failures and tiers.stats.num_write_failures == 0
         tiers.close()
-    assert not tiers.store(record(1, 3), Tier.DEVICE, blocks(1)), "nothing is kept on disk"
+    assert not tiers.store(record(1, 3), Tier.DEVICE, blocks(1)), "there is no disk store"
     assert_same(store, new_device())
 
 
-def test_dropped_copies_are_gone_and_their_bytes_too(tmp_path: Path) -> None:
+def test_dropped_copies_free_their_bytes(tmp_path: Path) -> None:
     store = new_device()
     tiers = new_tiers(store, tmp_path)
     assert tiers.disk is not None
     assert tiers.offload(key(1), blocks(1), 3) and tiers.offload(key(2), blocks(4, 5), 8)
-    assert tiers.offload(key(1), blocks(1), 3), "again, in place of the first"
+    assert tiers.offload(key(1), blocks(1), 3), "a second offload replaces the first"
     assert tiers.store(record(1, 3), Tier.HOST, [])
     assert tiers.host.num_bytes == store.shape.bytes_per_token * 11 and len(tiers.host) == 2
     tiers.drop(key(1), Tier.HOST)
@@ -227,9 +225,7 @@ def test_a_full_disk_is_a_failed_store(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("can't allocate memory")])
-def test_a_machine_without_memory_is_a_failed_move(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_fails_without_memory(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object, **__: object) -> torch.Tensor:
         raise error
 
@@ -263,7 +259,7 @@ def test_a_bit_flipped_in_host_memory_reaches_neither_slots_nor_disk(byte: int, 
     assert tiers.stats.verify_failures == {(Tier.HOST, Defect.CHECKSUM): 3}
 
 
-def test_the_checksum_of_the_host_is_carried_into_the_record(tmp_path: Path) -> None:
+def test_the_checksum_of_the_host_copy_is_stored_in_the_record(tmp_path: Path) -> None:
     tiers = new_tiers(new_device(), tmp_path)
     assert tiers.offload(key(1), blocks(2, 3, 4), 11) and tiers.disk is not None
     copy = tiers.host.get(key(1))
@@ -275,15 +271,13 @@ def test_the_checksum_of_the_host_is_carried_into_the_record(tmp_path: Path) -> 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_kv_that_is_not_finite_leaves_the_device_for_no_tier(
-    value: float, dtype: torch.dtype, device: str, tmp_path: Path
-) -> None:
+def test_non_finite_kv_is_copied_to_no_tier(value: float, dtype: torch.dtype, device: str, tmp_path: Path) -> None:
     store = new_device(dtype, device)
     tiers = new_tiers(store, tmp_path)
     for kv, layer, slot in ((store.k_LSGD, 0, 9), (store.v_LSGD, 2, 18)):
         before = kv[layer, slot, 1, 4].item()
         kv[layer, slot, 1, 4] = value
-        assert tiers.is_finite(blocks(3, 4), 6), "slots that are not asked for do not count"
+        assert tiers.is_finite(blocks(3, 4), 6), "other slots do not count"
         assert not tiers.is_finite(blocks(2, 4), 8)
         assert not tiers.offload(key(1), blocks(2, 4), 8)
         assert not tiers.store(record(1, 8), Tier.DEVICE, blocks(2, 4))
@@ -294,14 +288,14 @@ def test_kv_that_is_not_finite_leaves_the_device_for_no_tier(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_as_large_as_kv_can_be_are_finite(dtype: torch.dtype) -> None:
+def test_the_largest_kv_values_count_as_finite(dtype: torch.dtype) -> None:
     store = new_device(dtype)
     for kv in (store.k_LSGD, store.v_LSGD):
         kv.fill_(6e4)
     assert store.is_finite(blocks(*range(NUM_BLOCKS)), NUM_BLOCKS * BLOCK_SIZE)
 
 
-def test_bytes_and_seconds_are_booked_by_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_seconds_are_counted_by_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     tiers: KVMover = (tiered := new_tiers(new_device(), tmp_path, clock))
     size = tiered.device.shape.bytes_per_token
@@ -332,10 +326,10 @@ def test_bytes_and_seconds_are_booked_by_direction(tmp_path: Path, monkeypatch: 
         (Tier.DISK, Tier.DEVICE): TransferFlow(1, 1, size, 0.5),
         (Tier.DEVICE, Tier.DEVICE): TransferFlow(),
     }
-    assert set(before.flows.values()) == {TransferFlow()}, "a snapshot stays as it was"
+    assert set(before.flows.values()) == {TransferFlow()}, "a snapshot does not change"
 
 
-def test_slots_belong_to_the_pool() -> None:
+def test_device_copies_cannot_be_dropped() -> None:
     with pytest.raises(AssertionError):
         new_tiers(new_device(), None).drop(key(1), Tier.DEVICE)
 
@@ -352,7 +346,9 @@ def turned(kv: torch.Tensor, inv_freq: torch.Tensor, old: int, new: int) -> torc
 
 @pytest.mark.parametrize("tier", list(Tier))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_node_is_placed_from_any_tier_and_stays_as_it_is(tmp_path: Path, tier: Tier, dtype: torch.dtype) -> None:
+def test_a_node_is_placed_from_any_tier_without_changing_its_copy(
+    tmp_path: Path, tier: Tier, dtype: torch.dtype
+) -> None:
     device = new_device(dtype)
     inv_freq = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.5, 0.01]])
     tiers = TieredStore(
