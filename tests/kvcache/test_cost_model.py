@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeKey, Tier
-from stillroom.kvcache.admission import plan_reuse
+from stillroom.kvcache.lease_admission import plan_reuse
 from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
 from stillroom.kvcache.tree.node import Node, WindowedCount
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree

@@ -22,9 +22,9 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
-from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import Link, linear_profile
 from stillroom.kvcache.tree.eviction import POLICIES

@@ -12,10 +12,10 @@ from stillroom.core.clock import Clock
 from stillroom.core.kv import Tier
 from stillroom.engine.audit import Audit, AuditStats
 from stillroom.errors import ConfigError
-from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.chunk_reuse.attention_sampling import mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.eviction import POLICIES

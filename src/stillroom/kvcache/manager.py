@@ -15,12 +15,12 @@ from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
-from stillroom.kvcache.admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
 from stillroom.kvcache.apply_placements import keep_computed_chunks, record_recompute
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
 from stillroom.kvcache.reuse_report import nothing_reused
 from stillroom.kvcache.tree.pieces import Piece
 
@@ -124,7 +124,7 @@ class KVCacheManager:
             lease.prefetched = []
 
     def try_admit(self, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
-        """Fill an empty lease with KV for all tokens of its sequence; see `admission.try_admit`.
+        """Fill an empty lease with KV for all tokens of its sequence; see `lease_admission.try_admit`.
 
         Returns:
             The number of tokens that need not be computed; None, and nothing is taken, if there is no room.

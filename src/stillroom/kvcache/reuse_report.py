@@ -73,7 +73,8 @@ def report_admission(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -
     num_cached, ratio = sum(node.num_tokens for node in lease.nodes), 0.0
     if found.placed:
         num_placed = sum(lease.pieces[index].num_tokens for index in found.placed)
-        ratio = sum(one.share * lease.pieces[index].num_tokens for index, one in found.placed.items()) / num_placed
+        num_recomputed = sum(origin.share * lease.pieces[index].num_tokens for index, origin in found.placed.items())
+        ratio = num_recomputed / num_placed
         num_cached += int((1.0 - ratio) * num_placed)
     num_new = found.num_tokens - num_cached
     compute = tree.profile.prefill_seconds(num_cached, num_new)
@@ -112,7 +113,7 @@ def segments_of(
     prompt: SegmentedPrompt, pieces: Sequence[Piece], sources: Sequence[Source], placed: Mapping[int, Placed]
 ) -> tuple[SegmentReuse, ...]:
     """Sum up the sources of pieces by segment; a last segment that is kept in part appears once for each source."""
-    variants = {pieces[index].segment: one.variant for index, one in placed.items()}
+    variants = {pieces[index].segment: origin.variant for index, origin in placed.items()}
     lengths: dict[tuple[int, Source], int] = {}
     for piece, source in zip(pieces, sources, strict=True):
         part = (piece.segment, source)

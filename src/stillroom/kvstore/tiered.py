@@ -66,7 +66,7 @@ DIRECTIONS = (
 
 
 class TieredStore:
-    """The `KVMover` over three stores. Used by one thread; every move is complete when its method returns."""
+    """The `KVMover` over three stores. Used by one thread; a move is complete when its method returns."""
 
     def __init__(
         self,
@@ -108,25 +108,21 @@ class TieredStore:
         )
 
     def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
-        """Start reading a node from disk before it is loaded or placed; False if it is not read."""
         if self._prefetcher is None:
             return False
         return self._prefetcher.request(key, self.device.shape.bytes_per_token * num_tokens)
 
     def cancel_prefetch(self, key: NodeKey) -> None:
-        """Undo one `prefetch`."""
         if self._prefetcher is not None:
             self._prefetcher.release(key)
 
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Whether the first `num_tokens` slots of these device blocks hold finite numbers only."""
         if self.device.is_finite(block_ids, num_tokens) or self.device.is_lost:
             return True  # the next step notices that the device is lost
         self._reject(Tier.DEVICE, Defect.NON_FINITE)
         return False
 
     def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Copy the first `num_tokens` slots of these device blocks to the host."""
         start = self._clock.monotonic()
         self.host.drop(key)
         copy = self.host.allocate(key, num_tokens) if self.is_finite(block_ids, num_tokens) else None
@@ -143,7 +139,6 @@ class TieredStore:
         return self._count(Tier.DEVICE, Tier.HOST, None if copy is None else copy.nbytes, start)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Copy a node from host or disk into these device blocks, verified."""
         start = self._clock.monotonic()
         kv_2LTGD = self._from_host(key, num_tokens) if source is Tier.HOST else self._from_disk(key, num_tokens)
         if kv_2LTGD is not None:
@@ -156,8 +151,7 @@ class TieredStore:
         block_ids: Sequence[BlockId],
         first_position: int,
     ) -> bool:
-        """Copy a node from its tier into these device blocks, with its keys rotated to another position (Cache-Craft
-        3.4.3). The source does not change."""
+        """Copy a node with its keys rotated to another position (Cache-Craft 3.4.3); the source does not change."""
         start = self._clock.monotonic()
         assert self._inv_freq_LP is not None, "placement needs inv_freq_LP"
         source: DeviceStore | torch.Tensor | None = self.device
@@ -172,10 +166,6 @@ class TieredStore:
         return self._count(copy.tier, Tier.DEVICE, None if source is None else num_bytes, start)
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
-        """Copy a node to disk, from the host, or from these device blocks if `source` is the device.
-
-        A host copy that fails verification is dropped, and nothing of it is written.
-        """
         start = self._clock.monotonic()
         num_bytes = None
         if self.disk is not None and self.disk.is_writer:
@@ -189,11 +179,9 @@ class TieredStore:
         return self._count(source, Tier.DISK, num_bytes, start)
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
-        """Whether the host's or the disk's copy exists, as far as is known."""
         return key in self.host if tier is Tier.HOST else self.disk is not None and self.disk.has(key)
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
-        """Remove the host's or the disk's copy."""
         assert tier is not Tier.DEVICE, "slots belong to the block pool"
         if tier is Tier.HOST:
             self.host.drop(key)

@@ -11,10 +11,10 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
-from stillroom.kvcache.admission import Reuse
 from stillroom.kvcache.blocks.pool import BlockPool
 from stillroom.kvcache.blocks.table import BlockTable
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile, Link
 from stillroom.kvcache.tree.eviction import NodeUse, Policy, pgdsf
