@@ -325,7 +325,7 @@ def slow_masses(decoder: Decoder, token_ids: tuple[int, ...], slots: torch.Tenso
     total = torch.zeros(len(token_ids), len(token_ids), dtype=torch.float64)
 
     class Everything:
-        def see(self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, *limits: object) -> None:
+        def observe(self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, *limits: object) -> None:
             weights_HQK = attention_weights_reference(q_THD, k_SGD[slots], scale)
             total.add_(weights_HQK.mean(0) / decoder.spec.num_layers)
 
@@ -612,7 +612,7 @@ def test_a_copy_that_fails_while_others_compute_is_computed_again(
     def fails(*_: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr("stillroom.ops.cpu_kernels.turn_into_alone", fails)
+    monkeypatch.setattr("stillroom.ops.cpu_kernels.rotate_into_single_threaded", fails)
     one = question("b", 2, 1)
     house.submit(one)
     house.step()

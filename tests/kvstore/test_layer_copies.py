@@ -211,7 +211,7 @@ def test_a_copy_that_fails_loses_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*_: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr("stillroom.ops.cpu_kernels.turn_into_alone", fails)
+    monkeypatch.setattr("stillroom.ops.cpu_kernels.rotate_into_single_threaded", fails)
     assert tiers.place(NodeCopy(key(1), Tier.DEVICE, blocks(4), 0, 4), blocks(7), 10)
     assert not tiers.offload(key(1), blocks(7), 4), "nothing of it is kept"
     assert device.is_lost and len(tiers.host) == 0

@@ -17,7 +17,7 @@ from stillroom.kvstore.files import path_of, read_header
 from stillroom.kvstore.host import HostStore, payload_of
 from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, checksum_of
 from stillroom.kvstore.tiered import TieredStore, TransferFlow
-from stillroom.ops.rope import turn
+from stillroom.ops.rope import rerotate_keys
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, key
 
@@ -340,7 +340,7 @@ def turned(kv: torch.Tensor, inv_freq: torch.Tensor, old: int, new: int) -> torc
     for layer in range(kv.shape[1]):
         for token in range(kv.shape[2]):
             one = kv[0, layer : layer + 1, token : token + 1]
-            slow[0, layer, token] = turn(one, inv_freq[layer : layer + 1], old + token, new + token)[0, 0]
+            slow[0, layer, token] = rerotate_keys(one, inv_freq[layer : layer + 1], old + token, new + token)[0, 0]
     return slow
 
 

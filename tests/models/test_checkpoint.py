@@ -1,4 +1,4 @@
-"""What a checkpoint may look like, and what is said of one that cannot be used."""
+"""Supported layouts of checkpoints, and errors of unusable ones."""
 
 import json
 from copy import deepcopy
@@ -43,7 +43,7 @@ def edit(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_both_layouts_of_rope_settings_mean_the_same() -> None:
+def test_both_layouts_of_rope_settings_are_equivalent() -> None:
     old = spec_from_config({**CONFIG, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     new = spec_from_config({**CONFIG, "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}})
     assert (old.rope.theta, old.rope.kind) == (new.rope.theta, new.rope.kind) == (5e5, "linear")
@@ -53,15 +53,17 @@ def test_both_layouts_of_rope_settings_mean_the_same() -> None:
 def test_windows_follow_each_family() -> None:
     assert spec_from_config({**CONFIG, "model_type": "mistral", "sliding_window": 8}).windows == (8,) * 4
     qwen = {**CONFIG, "model_type": "qwen2", "sliding_window": 8, "max_window_layers": 3}
-    assert spec_from_config(qwen).windows == (None,) * 4, "Qwen slides only when told to"
+    assert spec_from_config(qwen).windows == (None,) * 4, "Qwen has windows only with use_sliding_window"
     assert spec_from_config({**qwen, "use_sliding_window": True}).windows == (None, None, None, 8)
-    assert spec_from_config({**CONFIG, "sliding_window": 8}).windows == (None,) * 4, "transformers' Llama never slides"
+    assert spec_from_config({**CONFIG, "sliding_window": 8}).windows == (None,) * 4, (
+        "transformers' Llama has no windows"
+    )
     mixed = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}
-    assert spec_from_config({**CONFIG, **mixed, "model_type": "mistral"}).windows == (8,) * 4, "nor reads layer_types"
+    assert spec_from_config({**CONFIG, **mixed, "model_type": "mistral"}).windows == (8,) * 4, "and ignores layer_types"
     assert spec_from_config({**qwen, **mixed, "use_sliding_window": True}).windows == (None, 8, None, 8)
 
 
-GEMMA3_4B = {  # its text_config on the hub leaves out what transformers knows
+GEMMA3_4B = {  # its text_config on the hub omits fields with defaults in transformers
     "model_type": "gemma3",
     "torch_dtype": "bfloat16",
     "text_config": {
@@ -83,7 +85,7 @@ PHI3_128K = {
 }
 
 
-def test_what_hub_configurations_leave_out() -> None:
+def test_fields_that_hub_configurations_omit_have_defaults() -> None:
     gemma = spec_from_config(GEMMA3_4B)
     assert (gemma.vocab_size, gemma.num_heads, gemma.num_kv_heads, gemma.head_dim) == (262208, 8, 4, 256)
     assert gemma.windows[:7] == (1024,) * 5 + (None, 1024) and gemma.is_tied
@@ -95,7 +97,7 @@ def test_what_hub_configurations_leave_out() -> None:
     assert (gemma2.attention_softcap, gemma2.logit_softcap) == (50.0, 30.0)
 
 
-def test_both_layouts_of_gemma3s_rope_settings_mean_the_same() -> None:
+def test_both_layouts_of_gemma3_rope_settings_are_equivalent() -> None:
     base = {**CONFIG, "model_type": "gemma3_text", "head_dim": 8, "num_key_value_heads": 2}
     old = spec_from_config({**base, "rope_theta": 5e5, "rope_local_base_freq": 2e4})
     per_type = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
@@ -127,7 +129,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1 + i / 10 for i in range(32)]
         {"model_type": "phi3", "rope_scaling": {**LONG, "original_max_position_embeddings": 100}},
     ],
 )
-def test_rope_numbers_are_looked_for_where_transformers_does(config: dict[str, Any]) -> None:
+def test_rope_parameters_have_the_precedence_of_transformers(config: dict[str, Any]) -> None:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -139,7 +141,7 @@ def test_rope_numbers_are_looked_for_where_transformers_does(config: dict[str, A
     assert factor == pytest.approx(expected_factor)
 
 
-def test_a_longrope_model_runs_at_its_original_length_unless_asked_for_more() -> None:
+def test_longrope_runs_at_its_original_length_unless_max_model_len_is_longer() -> None:
     assert spec_from_config(PHI3_128K).max_positions == 512
     assert spec_from_config(PHI3_128K, max_model_len=2000).max_positions == 2000
     assert spec_from_config(PHI3_128K, max_model_len=9999).max_positions == 4096
@@ -169,7 +171,7 @@ def test_a_longrope_model_runs_at_its_original_length_unless_asked_for_more() ->
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         spec_from_config({**CONFIG, **changes})
 
@@ -187,13 +189,13 @@ def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], mes
         ({"rope_parameters": 3}, "an invalid value"),
     ],
 )
-def test_values_that_no_model_has_are_told_of_config_json(changes: dict[str, Any], message: str) -> None:
+def test_invalid_values_of_config_json_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=rf"config\.json.*{message}.*download the checkpoint again"):
         spec_from_config({**CONFIG, **changes})
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama", "hidden_size": "64"}'])
-def test_the_tokenizer_is_not_blamed_for_config_json(folder: Path, content: str) -> None:
+def test_error_names_config_json_and_not_the_tokenizer(folder: Path, content: str) -> None:
     byte_tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"config\.json") as caught:
@@ -201,14 +203,14 @@ def test_the_tokenizer_is_not_blamed_for_config_json(folder: Path, content: str)
     assert "the tokenizer" not in str(caught.value)
 
 
-def test_dtype_auto_is_the_checkpoints_own(folder: Path) -> None:
+def test_dtype_auto_is_that_of_the_checkpoint(folder: Path) -> None:
     assert load_decoder(folder, device="cpu").dtype is torch.float32
     assert load_decoder(folder, device="cpu", dtype="bfloat16").dtype is torch.bfloat16
     edit(folder, dtype="bfloat16")
     assert load_decoder(folder, device="cpu").dtype is torch.bfloat16
 
 
-def test_weights_that_do_not_fit_the_configuration(folder: Path) -> None:
+def test_weights_that_contradict_the_configuration_are_refused(folder: Path) -> None:
     edit(folder, intermediate_size=100)
     with pytest.raises(ModelError, match=r"has shape .* config\.json implies"):
         load_decoder(folder, device="cpu")
@@ -235,7 +237,7 @@ def test_weights_that_do_not_fit_the_configuration(folder: Path) -> None:
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "convert the checkpoint"),
     ],
 )
-def test_damaged_checkpoints_are_clear_errors(folder: Path, damage: Any, message: str) -> None:
+def test_damaged_checkpoints_raise_errors_that_say_what_to_do(folder: Path, damage: Any, message: str) -> None:
     damage(folder)
     with pytest.raises(ModelError, match=message):
         load_decoder(folder, device="cpu")
@@ -244,10 +246,10 @@ def test_damaged_checkpoints_are_clear_errors(folder: Path, damage: Any, message
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
 @pytest.mark.parametrize("load", [{}, {"weights": "int8"}, {"dtype": "bfloat16"}], ids=["as-is", "int8", "narrowed"])
-def test_what_was_copied_leaves_memory_layer_by_layer(
+def test_copied_tensors_are_unmapped_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load: dict[str, Any]
 ) -> None:
-    """The file is mapped once for what is used in place, and once for the layer that is being copied."""
+    """The file is mapped once for tensors that are used in place, and once for the layer that is being copied."""
     random_checkpoint(tmp_path, kind, num_hidden_layers=3, attention_bias=True, head_dim=16)
     found: list[tuple[int, int]] = []
 
@@ -267,7 +269,7 @@ def test_what_was_copied_leaves_memory_layer_by_layer(
     assert found[-1] == (2, 1), "nothing was copied"
 
 
-def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, "Llama", shards=True)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[-1]
     shard.unlink()
@@ -275,7 +277,7 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
         load_decoder(tmp_path, device="cpu")
 
 
-def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+def test_unknown_model_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="is not a folder"):
         resolve(str(tmp_path / "absent"))
     with pytest.raises(ModelNotFoundError, match="the model hub did not deliver it"):
@@ -283,27 +285,27 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["abacus", "meta"])
-def test_a_device_that_is_not_there_or_computes_nothing(folder: Path, device: str) -> None:
+def test_unusable_device_is_refused(folder: Path, device: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{device}'"):
         load_decoder(folder, device=device)
     assert issubclass(ConfigError, StillroomError)
 
 
-def test_the_bundled_model_loads_with_its_end_token() -> None:
+def test_bundled_model_loads_with_its_end_token() -> None:
     model = load_model("bundled", device="cpu")
     assert model.name == "bundled"
     assert model.stop_token_ids == {3}
     assert model.decoder.spec.max_positions == 2048
 
 
-def test_kv_is_the_same_however_long_a_sequence_may_be_and_not_with_other_activations(folder: Path) -> None:
+def test_fingerprint_ignores_max_model_len_and_depends_on_activations(folder: Path) -> None:
     short, long = (load_decoder(folder, device="cpu", max_model_len=length) for length in (32, 64))
     assert short.spec.max_positions != long.spec.max_positions
     assert fingerprint_of(folder, short) == fingerprint_of(folder, long)
     for decoder in (short, long):
         decoder.spec = replace(decoder.spec, rope=replace(decoder.spec.rope, kind="longrope"))
-    assert fingerprint_of(folder, short) != fingerprint_of(folder, long), "its rotations depend on it"
+    assert fingerprint_of(folder, short) != fingerprint_of(folder, long), "longrope's rotations depend on it"
     other = load_decoder(folder, device="cpu")
     names = {fingerprint_of(folder, other)}
-    other.activation_dtype = torch.bfloat16  # as on a device that is no CPU
+    other.activation_dtype = torch.bfloat16  # as on a device other than a CPU
     assert fingerprint_of(folder, other) not in names

@@ -1,4 +1,4 @@
-"""The mixture against its slow twin, and what it must not touch. The whole model is compared in test_oracle.py."""
+"""The mixture of experts equals its reference. The whole model is compared in test_oracle.py."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from tests.gpu_kernels import DEVICE, HALF_PRECISION
 
 
 def experts(num_experts: int, seed: int = 0) -> list[GatedMlp]:
-    """Experts of 8 dimensions with 6 inner ones."""
+    """Return experts of 8 dimensions with 6 inner ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def linear(*shape: int) -> Linear:
@@ -23,7 +23,7 @@ def experts(num_experts: int, seed: int = 0) -> list[GatedMlp]:
 
 @pytest.mark.parametrize("num_active", [1, 2, 6])
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
-def test_mix_equals_its_twin(num_tokens: int, num_active: int) -> None:
+def test_mix_equals_its_reference(num_tokens: int, num_active: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     x, router = torch.randn(num_tokens, 8, generator=generator), torch.randn(num_tokens, 6, generator=generator)
     routes = route(router, num_active, is_normalised=False)
@@ -31,14 +31,14 @@ def test_mix_equals_its_twin(num_tokens: int, num_active: int) -> None:
     torch.testing.assert_close(mix(*arguments), mix_reference(*arguments))
 
 
-def test_experts_that_nobody_chose_are_not_read() -> None:
+def test_experts_that_were_not_chosen_are_not_read() -> None:
     several = experts(4)
     several[2].gate_up.weight[:] = torch.nan
     router = torch.tensor([[5.0, 1.0, -9.0, 2.0], [0.0, 3.0, -9.0, 1.0]])
     assert mix(torch.ones(2, 8), route(router, 2, is_normalised=True), several).isfinite().all()
 
 
-def test_the_weights_are_probabilities_of_all_experts_or_of_the_chosen() -> None:
+def test_expert_weights_are_normalised_over_all_or_over_chosen_experts() -> None:
     router = torch.log(torch.tensor([[0.5, 0.125, 0.25, 0.125]]))
     plain, chosen = route(router, 2, is_normalised=False)
     assert chosen.tolist() == [[0, 2]]
@@ -47,7 +47,7 @@ def test_the_weights_are_probabilities_of_all_experts_or_of_the_chosen() -> None
 
 
 def wide_experts(num_experts: int, dtype: torch.dtype) -> list[GatedMlp]:
-    """Experts of 72 dimensions with 70 inner ones: no block of the kernel is full."""
+    """Return experts of 72 dimensions with 70 inner ones, which fill no block of the kernel."""
     generator = torch.Generator().manual_seed(0)
 
     def linear(*shape: int) -> Linear:
@@ -62,7 +62,7 @@ def on_device(several: list[GatedMlp]) -> DeviceExperts:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_PRECISION])
 @pytest.mark.parametrize(("num_tokens", "num_active"), [(1, 1), (1, 3), (7, 2), (90, 2)])
-def test_the_gpus_mixture_equals_its_twin(num_tokens: int, num_active: int, dtype: torch.dtype) -> None:
+def test_mixture_on_a_gpu_equals_its_reference(num_tokens: int, num_active: int, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(num_tokens)
     x = torch.randn(num_tokens, 72, generator=generator).to(DEVICE, dtype)

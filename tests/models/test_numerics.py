@@ -1,7 +1,7 @@
-"""Numbers of every architecture as they were when `NUMERICS_VERSION` was last bumped.
+"""Numbers of every architecture, recorded when `NUMERICS_VERSION` was last raised.
 
-Kept KV is named by that version. So when a kernel or formula changes what is computed, the version must change too, or
-old wrong KV would be used as exact. `python -m tests.models.test_numerics` writes numerics.json anew.
+The key of kept KV has that version. So when a kernel or formula changes numbers, the version must change too, or
+old KV would be used as exact. `python -m tests.models.test_numerics` writes numerics.json.
 """
 
 import json
@@ -29,12 +29,12 @@ PIECES = (1, 50, 16, 1, 22)
 """Prefill and decode kernels, with and without a context."""
 NUM_PROJECTIONS = 3
 TOLERANCE = 2e-5
-"""Of the root mean square of what is projected. Other ways to cut the prompt into pieces, which sum in other orders,
-change it by 2e-6; a RoPE base that is 1 % off, by 7e-4 or more."""
+"""Tolerance, as a share of the root mean square. Other pieces of the prompt, which sum in other orders,
+change numbers by 2e-6; a RoPE base that is 1 % off, by 7e-4 or more."""
 
 
 def decoder_of(folder: Path, case: str) -> Decoder:
-    """Weights do not depend on torch's random numbers: NumPy's `RandomState` is frozen."""
+    """Set weights from NumPy's `RandomState`, which is frozen, unlike torch's random numbers."""
     kind, settings = CASES[case]
     random_checkpoint(folder, kind, **settings)
     weights = load_file(folder / "model.safetensors")
@@ -49,7 +49,7 @@ def decoder_of(folder: Path, case: str) -> Decoder:
 
 @torch.inference_mode()
 def numbers_of(decoder: Decoder) -> list[float]:
-    """Random projections of the keys and values of every layer and of the last logits, each with its mean square."""
+    """Return random projections of every layer's keys and values and of the last logits, each with its mean square."""
     spec, num_tokens = decoder.spec, sum(PIECES)
     token_ids = torch.from_numpy(np.random.RandomState(0).randint(3, 301, num_tokens))
     slots = torch.from_numpy(np.random.RandomState(1).permutation(num_tokens))
@@ -74,7 +74,7 @@ def projected(values: NDArray[np.float32]) -> list[float]:
 
 
 def largest_change(numbers: list[float], golden: list[float]) -> float:
-    """In parts of the root mean square of what was projected."""
+    """Return the largest difference as a share of the root mean square."""
     new, old = (np.array(one).reshape(-1, NUM_PROJECTIONS + 1) for one in (numbers, golden))
     return float((np.abs(new - old) / old[:, -1:]).max())
 
@@ -89,12 +89,12 @@ def golden() -> dict[str, list[float]]:
 def test_numbers_change_only_with_their_version(case: str, tmp_path: Path) -> None:
     change = largest_change(numbers_of(decoder_of(tmp_path, case)), golden()[case])
     assert change < TOLERANCE, (
-        "KV or logits have changed. If that is right, bump NUMERICS_VERSION; then python -m tests.models.test_numerics"
+        "KV or logits have changed. If that is right, raise NUMERICS_VERSION; then python -m tests.models.test_numerics"
     )
 
 
 def with_other_base(decoder: Decoder) -> Decoder:
-    """RoPE's base is 1 % larger."""
+    """Return the decoder with a RoPE base 1 % larger."""
     rope = replace(decoder.spec.rope, theta=1.01 * decoder.spec.rope.theta)
     return Decoder(replace(decoder.spec, rope=rope), decoder.weights)
 
@@ -104,18 +104,18 @@ def without_window(decoder: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("case", ["llama", "llama3-rope", "qwen2-tied-yarn", "phi3-partly-rotated", "gemma3-window"])
-def test_a_rope_base_that_is_one_percent_off_is_noticed(case: str, tmp_path: Path) -> None:
+def test_rope_base_off_by_one_percent_is_detected(case: str, tmp_path: Path) -> None:
     numbers = numbers_of(with_other_base(decoder_of(tmp_path, case)))
     assert largest_change(numbers, golden()[case]) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2-window", "phi3-window", "gemma2-window"])
-def test_a_window_that_is_left_out_is_noticed(case: str, tmp_path: Path) -> None:
+def test_missing_window_is_detected(case: str, tmp_path: Path) -> None:
     numbers = numbers_of(without_window(decoder_of(tmp_path, case)))
     assert largest_change(numbers, golden()[case]) > 10 * TOLERANCE
 
 
-def test_kv_of_another_version_has_another_name() -> None:
+def test_kv_of_another_version_has_another_fingerprint() -> None:
     assert kv_fingerprint(b"m") == kv_fingerprint(b"m", NUMERICS_VERSION)
     assert len({kv_fingerprint(b"m"), kv_fingerprint(b"m", NUMERICS_VERSION + 1), kv_fingerprint(b"n"), b"m"}) == 4
 

@@ -1,4 +1,4 @@
-"""The decoder against transformers' own models: logits within 1e-4 and 64 greedy tokens identical, in float32 on the
+"""The decoder equals transformers' models: logits within 1e-4 and 64 identical greedy tokens, in float32 on the
 CPU."""
 
 import json
@@ -85,7 +85,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def all_logits(folder: Path, token_ids: list[int], pieces: list[int], **load: Any) -> torch.Tensor:
-    """Our logits [T, V] of every position, computed in prompt pieces of the given sizes over scattered slots."""
+    """Return the decoder's logits [T, V] of every position, in prompt pieces of these sizes over scattered slots."""
     decoder = load_decoder(folder, device="cpu", **load)
     spec = decoder.spec
     num_slots = 2 * len(token_ids)
@@ -134,7 +134,7 @@ def test_windows_are_read_where_transformers_reads_them(tmp_path: Path, kind: st
 
 
 def with_all_experts(folder: Path, copy: Path) -> Path:
-    """The same checkpoint with every expert active for every token: nothing is left to choose."""
+    """Make every expert of a checkpoint active for every token, so that there is no choice of experts."""
     shutil.copytree(folder, copy)
     config = json.loads((folder / "config.json").read_text())
     if "num_local_experts" in config:
@@ -144,10 +144,10 @@ def with_all_experts(folder: Path, copy: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_close_to_float32_as_that_of_transformers(
+def test_half_precision_is_as_close_to_float32_as_in_transformers(
     checkpoint: tuple[Path, Any], dtype: str, tmp_path: Path
 ) -> None:
-    """With all experts: a near tie between two is decided by rounding, and attention spreads it to all later tokens."""
+    """All experts are active, because rounding would decide near ties between two, which changes all later tokens."""
     from transformers import AutoModelForCausalLM
 
     folder = with_all_experts(checkpoint[0], tmp_path / "copy")
@@ -170,11 +170,11 @@ def test_longrope_beyond_its_original_length(tmp_path: Path) -> None:
     ours = all_logits(tmp_path, token_ids, [100, 1, 129], max_model_len=400)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
     with_short_factors = all_logits(tmp_path, token_ids, [230])
-    assert (with_short_factors - expected).abs().max() > 1, "the two sets of factors are the same to this test"
+    assert (with_short_factors - expected).abs().max() > 1, "this test cannot tell the two sets of factors apart"
 
 
 @pytest.mark.parametrize("base", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, base: str) -> None:
+def test_language_model_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, base: str) -> None:
     import transformers
     from safetensors.torch import load_file, save_file
 
@@ -215,7 +215,7 @@ Answers = list[tuple[list[list[int]], list[int]]]
 
 @pytest.fixture(scope="module")
 def answers(checkpoint: tuple[Path, Any]) -> Answers:
-    """Prompts of different lengths, in segments, and the 64 tokens that transformers continues each with."""
+    """Prompts of different lengths in segments, and the 64 tokens that transformers generates for each."""
     rng = np.random.default_rng(2)
     lengths = [60], [5, 20, 9], [33], [1, 16, 17, 4], [2, 47], [18, 3, 7]
     prompts = [random_segments(rng, 301, segments) for segments in lengths]
@@ -233,7 +233,7 @@ def test_64_greedy_tokens_alone_equal_transformers(checkpoint: tuple[Path, Any],
 def test_64_greedy_tokens_of_a_batch_under_stress_equal_transformers(
     checkpoint: tuple[Path, Any], answers: Answers
 ) -> None:
-    """Eight at once, prompts in odd pieces, three samples of one prompt, cancellations, and too few blocks for all."""
+    """Eight requests at once, odd prompt pieces, three samples of one prompt, cancellations, and too few blocks."""
     run = Run(engine_on(checkpoint[0], num_blocks=34, max_num_batched_tokens=13, max_num_seqs=8))
     (oldest, _), (forked, _), *others = answers
     run.submit(request("0", oldest))
@@ -248,7 +248,7 @@ def test_64_greedy_tokens_of_a_batch_under_stress_equal_transformers(
     run.cancel("1/1")
     num_preemptions = run.num_preemptions
     run.finish()
-    assert run.num_preemptions > num_preemptions, "after the cancellations too"
+    assert run.num_preemptions > num_preemptions, "also after the cancellations"
     assert set(run.tokens) - set(run.reasons) == {"0", "1/1"}
     for name, tokens in run.tokens.items():
         expected = answers[int(name[0])][1]

@@ -1,4 +1,4 @@
-"""Prefill with bfloat16 between products gives what the decoder's usual way gives."""
+"""Prefill with bfloat16 between products equals the decoder's general path."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from stillroom.models.loader import load_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.models.prefill_path import PrefillPath
 from stillroom.ops.attention import AttentionSpan
-from stillroom.ops.attention_observers import AttentionWatch
+from stillroom.ops.attention_observers import QueryPassObserver
 from tests.fakes import random_checkpoint
 
 NUM_BLOCKS, BLOCK = 12, 8
@@ -22,7 +22,7 @@ NUM_BLOCKS, BLOCK = 12, 8
 
 @pytest.fixture(autouse=True)
 def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this processor is good at."""
+    """Use bfloat16 products, even if float32 is faster on this processor."""
     for module in ("ops.linear", "models.prefill_path"):
         monkeypatch.setattr(f"stillroom.{module}.is_float32_faster", lambda: False)
 
@@ -33,7 +33,7 @@ def load(folder: Path, kind: str = "Llama", dtype: Dtype = "bfloat16", **setting
 
 
 def packed(wanted: list[int]) -> PackedInput:
-    """A prompt of 20 tokens in scattered slots, one of 9 behind 6 that are there, and one token of a third."""
+    """Return a step: 20 tokens of a prompt in scattered slots, 9 after 6 cached ones, and one token of a third."""
     scattered = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:20]
     spans = [
         AttentionSpan(0, 20, scattered, 20),
@@ -54,13 +54,13 @@ def run(decoder: Decoder, wanted: list[int]) -> tuple[torch.Tensor, DeviceStore]
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """But for sums that a compiler ordered otherwise, some of which round to the next bfloat16."""
+    """Compare with tolerance for sums in another order, some of which round to the next bfloat16."""
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("wanted", [[19, 28, 29], [28], [], list(range(30))])
 @pytest.mark.parametrize("window", [None, 8])
-def test_both_ways_give_the_same(
+def test_prefill_path_equals_the_general_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[int], window: int | None
 ) -> None:
     decoder = load(tmp_path) if window is None else load(tmp_path, "Mistral", sliding_window=window)
@@ -74,16 +74,16 @@ def test_both_ways_give_the_same(
     assert_same(store.v_LSGD, expected_store.v_LSGD)
 
 
-def test_a_watch_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observer_gets_the_same_on_both_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, shares = load(tmp_path), []
     for _ in range(2):
         step = packed([29])
-        watch = AttentionWatch([AttentionSpan(20, 29, slice(40, 55), 15)])
+        observer = QueryPassObserver([AttentionSpan(20, 29, slice(40, 55), 15)])
         store = DeviceStore(kv_shape(decoder), NUM_BLOCKS, BLOCK, torch.device("cpu"))
         for kv in (store.k_LSGD, store.v_LSGD):
             kv.zero_()
-        decoder.hidden_states(step, store.layer, watch)
-        shares.append(torch.from_numpy(watch.shares()[0]))
+        decoder.hidden_states(step, store.layer, observer)
+        shares.append(torch.from_numpy(observer.shares()[0]))
         monkeypatch.setattr(decoder, "_prefill_path", None)
     torch.testing.assert_close(*shares, rtol=1e-3, atol=1e-4)
     assert shares[0].sum() == pytest.approx(2 * decoder.spec.num_layers, abs=1e-4)
@@ -99,6 +99,6 @@ def test_a_watch_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("Mixtral", "bfloat16"),
     ],
 )
-def test_what_is_not_plain_goes_the_usual_way(tmp_path: Path, kind: str, dtype: Dtype) -> None:
+def test_layers_that_are_not_plain_use_the_general_path(tmp_path: Path, kind: str, dtype: Dtype) -> None:
     decoder = load(tmp_path, kind, dtype)
     assert PrefillPath.of(decoder.spec, decoder.weights.layers) is None

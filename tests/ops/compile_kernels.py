@@ -1,6 +1,6 @@
 """Compiles the GPU kernels for two architectures, Ampere and Hopper, without a GPU; a program of its own.
 
-What it asserts, a test of results cannot see: bfloat16 is loaded in pieces of 16 bytes, and shared memory suffices.
+Asserts properties that results do not show: bfloat16 is loaded in pieces of 16 bytes, and shared memory suffices.
 """
 
 from itertools import product
@@ -14,13 +14,13 @@ from triton.compiler import ASTSource
 from stillroom.ops import triton_attention, triton_experts
 
 SHARED_MEMORY = 99 * 1024
-"""Of the smallest GPUs: RTX 30 and 40, L4."""
+"""Shared memory of the smallest GPUs: RTX 30 and 40, L4."""
 
 
 def compile_for(
     architecture: int, kernel: Any, types: dict[str, str], options: dict[str, Any], **constants: Any
 ) -> None:
-    """Pointers and strides are multiples of 16, as Triton finds them at run time."""
+    """Declare pointers and strides as multiples of 16, as Triton finds them at run time."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] != "f"}

@@ -1,4 +1,4 @@
-"""Attention against its slow twin, and packed spans against one span at a time."""
+"""Attention equals its reference, and packed spans equal one span at a time."""
 
 from unittest.mock import patch
 
@@ -13,13 +13,13 @@ from stillroom.ops.attention import (
     attend,
     attend_reference,
     attend_spans,
-    only_rows,
-    visible,
+    causal_mask,
+    spans_of_rows,
 )
 
 
 def tensors(num_queries: int, num_keys: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Queries of 6 heads, keys and values of 2."""
+    """Return queries of 6 heads, keys and values of 2."""
     generator = torch.Generator().manual_seed(num_queries * 1000 + num_keys)
     shapes = (num_queries, 6, 8), (num_keys, 2, 8), (num_keys, 2, 8)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -28,7 +28,9 @@ def tensors(num_queries: int, num_keys: int, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 23), (7, 7), (5, 23), (23, 23)])
-def test_attend_equals_its_twin(num_queries: int, num_keys: int, window: int | None, softcap: float | None) -> None:
+def test_attend_equals_its_reference(
+    num_queries: int, num_keys: int, window: int | None, softcap: float | None
+) -> None:
     q, k, v = tensors(num_queries, num_keys)
     expected = attend_reference(q, k, v, 0.3, window, softcap)
     torch.testing.assert_close(attend(q, k, v, 0.3, window, softcap), expected)
@@ -46,7 +48,7 @@ def test_half_precision_keeps_its_dtype_and_stays_close(
     torch.testing.assert_close(out, attend_reference(q, k, v, 0.3, None, softcap), atol=2e-2, rtol=2e-2)
 
 
-def test_a_cap_bounds_what_one_key_can_get() -> None:
+def test_softcap_bounds_the_weight_of_one_key() -> None:
     q, k, v = torch.full((1, 1, 2), 50.0), torch.tensor([[[50.0, 50.0]], [[-50.0, -50.0]]]), torch.eye(2)[:, None]
     assert attend(q, k, v, 1.0, None)[0, 0, 1] == 0
     torch.testing.assert_close(attend(q, k, v, 1.0, None, 1.0)[0, 0], torch.softmax(torch.tensor([1.0, -1.0]), 0))
@@ -65,10 +67,10 @@ def test_slots_outside_the_context_are_never_read() -> None:
     torch.testing.assert_close(out[4:], attend_reference(q[4:], k[17:], v[17:], 0.3, None))
 
 
-def test_the_mask_of_three_queries_over_five_keys() -> None:
-    seen = visible(3, 5, None, torch.device("cpu"))
+def test_mask_of_three_queries_over_five_keys() -> None:
+    seen = causal_mask(3, 5, None, torch.device("cpu"))
     assert seen.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert visible(3, 5, 2, torch.device("cpu")).int().tolist() == [
+    assert causal_mask(3, 5, 2, torch.device("cpu")).int().tolist() == [
         [0, 1, 1, 0, 0],
         [0, 0, 1, 1, 0],
         [0, 0, 0, 1, 1],
@@ -83,10 +85,10 @@ def test_the_mask_of_three_queries_over_five_keys() -> None:
     st.sampled_from([1, 4, 64]),
 )
 @example([0, 7, 9, 12, 20], 6, None, False, 4)
-def test_queries_with_gaps_see_what_each_sees_alone(
+def test_queries_with_gaps_attend_as_each_does_alone(
     places: list[int], window: int | None, softcap: float | None, is_scattered: bool, num_together: int
 ) -> None:
-    """Beside a decoding row and a whole prompt of other sequences."""
+    """In a step with a decoding row and a whole prompt of other sequences."""
     num_keys = places[-1] + 1
     q, k, v = tensors(len(places) + 4, 60)
     own = torch.randperm(40, generator=torch.Generator().manual_seed(num_keys))[:num_keys]
@@ -108,7 +110,7 @@ def test_queries_with_gaps_see_what_each_sees_alone(
         out[end : end + 3], attend_reference(q[end : end + 3], k[50:53], v[50:53], 0.3, window, softcap)
     )
     rows = [1, end]
-    some = AttentionPlan(only_rows(spans, rows)).attend(q[rows], (k, v), 0.3, window, softcap)
+    some = AttentionPlan(spans_of_rows(spans, rows)).attend(q[rows], (k, v), 0.3, window, softcap)
     torch.testing.assert_close(some, out[rows])
 
 
@@ -116,13 +118,13 @@ def test_queries_with_gaps_see_what_each_sees_alone(
 @pytest.mark.parametrize("place", [0, 70, 149])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (None, 5.0)])
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_a_nan_that_a_query_sees_is_never_hidden(
+def test_nan_that_a_query_sees_reaches_its_output(
     which: int, place: int, window: int | None, softcap: float | None, num_queries: int
 ) -> None:
-    """In a context of several splits too."""
+    """Also in a context of several splits."""
     q_k_v = tensors(num_queries, 150)
     q_k_v[which][place, :, 2] = float("nan")
     q, k, v = q_k_v
     out = AttentionPlan([AttentionSpan(0, num_queries, slice(0, 150), 150)]).attend(q, (k, v), 0.3, window, softcap)
-    sees = visible(num_queries, 150, window, torch.device("cpu"))[:, place]
+    sees = causal_mask(num_queries, 150, window, torch.device("cpu"))[:, place]
     assert bool((out.flatten(1).isnan().any(1) | ~sees).all())

@@ -1,4 +1,4 @@
-"""Where attention falls, against sums over the whole matrix."""
+"""Attention mass equals sums over the whole attention matrix."""
 
 import pytest
 import torch
@@ -40,11 +40,11 @@ def tensors(
 
 
 def drawn_groups(num_keys: int, num_groups: int) -> torch.Tensor:
-    """Some keys of no group, groups anywhere."""
+    """Return random groups of keys; some keys have none."""
     return torch.randint(-1, num_groups, (num_keys,), generator=torch.Generator().manual_seed(num_keys))
 
 
-def slow_flow(  # noqa: PLR0913  as its twin
+def slow_flow(  # noqa: PLR0913  as its reference
     q: torch.Tensor,
     k: torch.Tensor,
     groups: torch.Tensor,
@@ -54,7 +54,7 @@ def slow_flow(  # noqa: PLR0913  as its twin
     window: int | None = None,
     softcap: float | None = None,
 ) -> AttentionFlow:
-    """Sums of the whole matrix, one number at a time."""
+    """Return sums over the whole matrix, one number at a time."""
     weights_QK = attention_weights_reference(q, k, scale, places, window, softcap).mean(0)
     paid, own = torch.zeros(len(q), num_groups, dtype=torch.float64), torch.zeros(len(q), dtype=torch.float64)
     for row, place in enumerate(places.tolist()):
@@ -68,7 +68,7 @@ def slow_flow(  # noqa: PLR0913  as its twin
 @pytest.mark.parametrize(("window", "softcap"), LIMITS)
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_all_three_equal_their_twin(
+def test_attention_flow_equals_its_reference(
     heads: tuple[int, int, int], positions: list[int], window: int | None, softcap: float | None
 ) -> None:
     q, k = tensors(5, 23, heads)
@@ -96,7 +96,7 @@ def test_tiles_of_queries_change_nothing(
     st.none() | st.floats(0.1, 50.0),
     st.integers(1, 10),
 )
-def test_groups_that_cover_everything_share_out_everything(
+def test_masses_of_groups_that_cover_all_keys_sum_to_one(
     num_queries: int, num_before: int, window: int | None, softcap: float | None, num_groups: int
 ) -> None:
     q, k = tensors(num_queries, num_before + num_queries)
@@ -107,7 +107,7 @@ def test_groups_that_cover_everything_share_out_everything(
 
 
 def test_inter_and_intra_of_a_chunk() -> None:
-    """Cache-Craft's Equations 3 and 4 of the last 6 of 20 tokens, behind chunks of 4 and 10."""
+    """Cache-Craft's Equations 3 and 4 for the last 6 of 20 tokens, after chunks of 4 and 10."""
     q, k = tensors(6, 20)
     groups = torch.tensor([0] * 4 + [1] * 10 + [2] * 6)
     weights = attention_weights_reference(q, k, 0.3).mean(0)
@@ -137,7 +137,9 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype, softcap: floa
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 20), (6, 20), (7, 7)])
-def test_weights_equal_their_twin(num_queries: int, num_keys: int, window: int | None, softcap: float | None) -> None:
+def test_mean_weights_equal_their_reference(
+    num_queries: int, num_keys: int, window: int | None, softcap: float | None
+) -> None:
     q, k = tensors(num_queries, num_keys)
     found = mean_weights(q, k, 0.3, torch.arange(num_keys - num_queries, num_keys), window, softcap)
     close(found, attention_weights_reference(q, k, 0.3, None, window, softcap).mean(0))

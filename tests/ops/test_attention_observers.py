@@ -1,4 +1,4 @@
-"""What is seen from within a step, against weights that are computed one query and one head at a time."""
+"""Observers of attention equal weights that are computed one query and one head at a time."""
 
 import numpy as np
 import torch
@@ -6,11 +6,11 @@ import torch
 from stillroom.core.batch import MassRequest
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
-from stillroom.ops.attention_observers import AttentionWatch, MassWatch
+from stillroom.ops.attention_observers import MassObserver, QueryPassObserver
 
 
 def slow_weights(q_QHD: torch.Tensor, k_KGD: torch.Tensor, places_Q: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean over heads."""
+    """Return reference weights, mean over heads."""
     return attention_weights_reference(q_QHD, k_KGD, 0.3, places_Q).mean(0).float()
 
 
@@ -29,10 +29,10 @@ CONTEXT = torch.tensor([30, 4, 11, 2, 19])
 
 def test_layers_and_spans_are_kept_apart() -> None:
     spans = [AttentionSpan(1, 3, CONTEXT, 5), AttentionSpan(4, 5, slice(6, 9), 3)]
-    watch, seen = AttentionWatch(spans), layers(6, 40)
+    observer, seen = QueryPassObserver(spans), layers(6, 40)
     for q, k in seen:
-        watch.see(q, k, 0.3, None, None)
-    first, second = watch.shares()
+        observer.observe(q, k, 0.3, None, None)
+    first, second = observer.shares()
     assert first.shape == (3, 2, 5) and second.shape == (3, 2, 3)
     for layer, (q, k) in enumerate(seen):
         ours = slow_weights(q[1:3], k[CONTEXT])
@@ -41,13 +41,13 @@ def test_layers_and_spans_are_kept_apart() -> None:
         torch.testing.assert_close(torch.from_numpy(second[layer]), other.expand(2, 3))
 
 
-def test_only_the_rows_asked_for_are_weighed_and_layers_averaged() -> None:
+def test_masses_of_requested_rows_are_averaged_over_layers() -> None:
     span = AttentionSpan(1, 5, CONTEXT, 5, torch.tensor([0, 2, 3, 4]))
     mass_request = MassRequest(np.array([0, 0, -1, 1, 1]), 3, np.array([1, 3]))
-    watch, seen = MassWatch(span, mass_request), layers(6, 40)
+    observer, seen = MassObserver(span, mass_request), layers(6, 40)
     for q, k in seen:
-        watch.see(q, k, 0.3, None, None)
-    masses = watch.masses()
+        observer.observe(q, k, 0.3, None, None)
+    masses = observer.masses()
     ours = torch.stack([slow_weights(q[[2, 4]], k[CONTEXT], torch.tensor([2, 4])) for q, k in seen]).mean(0)
     torch.testing.assert_close(torch.from_numpy(masses.own), torch.stack([ours[0, 2], ours[1, 4]]))
     torch.testing.assert_close(torch.from_numpy(masses.received), ours.sum(0))
@@ -55,10 +55,10 @@ def test_only_the_rows_asked_for_are_weighed_and_layers_averaged() -> None:
     torch.testing.assert_close(torch.from_numpy(masses.paid), paid)
 
 
-def test_without_gaps_a_span_stands_at_the_end_of_its_context() -> None:
+def test_queries_without_gaps_are_the_last_of_their_context() -> None:
     span = AttentionSpan(0, 2, CONTEXT, 5)
-    watch, ((q, k), *_) = MassWatch(span, MassRequest(np.zeros(5, np.int64), 1, np.array([0]))), layers(2, 40)
-    watch.see(q, k, 0.3, None, None)
+    observer, ((q, k), *_) = MassObserver(span, MassRequest(np.zeros(5, np.int64), 1, np.array([0]))), layers(2, 40)
+    observer.observe(q, k, 0.3, None, None)
     ours = slow_weights(q[:1], k[CONTEXT], torch.tensor([3]))
-    torch.testing.assert_close(torch.from_numpy(watch.masses().own), ours[:, 3])
-    torch.testing.assert_close(torch.from_numpy(watch.masses().paid), ours[:, :3].sum(1, keepdim=True))
+    torch.testing.assert_close(torch.from_numpy(observer.masses().own), ours[:, 3])
+    torch.testing.assert_close(torch.from_numpy(observer.masses().paid), ours[:, :3].sum(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""What is compiled is what was written, whichever kernels came before, and what is kept of it is of one process."""
+"""Compiled kernels have the declared parallel loops, in any order of compiling, and cached code is of one process."""
 
 import os
 import subprocess
@@ -35,8 +35,8 @@ for kernel in (rms_norm, cpu_products.linear_scaled, cpu_products.linear_bfloat1
 """
 
 
-def test_only_loops_that_say_so_are_parallel(tmp_path: Path) -> None:
-    """Results cannot tell: a buffer that numba makes too small is read behind its end, and what is read thrown away."""
+def test_only_prange_loops_are_parallel(tmp_path: Path) -> None:
+    """Results do not show it: numba reads beyond the end of a too small buffer, and discards what it reads."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], env=environment, check=True, timeout=300)
 
@@ -80,14 +80,14 @@ for thread in threads:
 """
 
 
-def test_two_models_can_compute_at_once_where_threads_are_numbas_own(tmp_path: Path) -> None:
+def test_two_models_can_compute_at_once_with_numbas_workqueue(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
     environment = os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
     subprocess.run([sys.executable, "-c", TWO_MODELS_AT_ONCE, str(tmp_path)], env=environment, check=True, timeout=300)
 
 
-def test_two_that_keep_code_of_one_kernel_do_not_mix_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As two processes do that compile it for different types at the same time."""
+def test_two_processes_that_cache_one_kernel_do_not_mix_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes compile one kernel for different types at the same time."""
     file: Any = cpu_products.linear_scaled._cache._cache_file  # type: ignore[attr-defined]
     if cpu_products.linear_scaled.stats.cache_path is None:  # type: ignore[attr-defined]
         pytest.skip("there is no folder to keep code in")
@@ -98,7 +98,7 @@ def test_two_that_keep_code_of_one_kernel_do_not_mix_it_up(monkeypatch: pytest.M
     def load_index() -> dict[str, str]:
         found = dict(index)
         with suppress(BrokenBarrierError):
-            both.wait(0.2)  # in vain, if they take turns
+            both.wait(0.2)  # times out if they take turns
         return found
 
     monkeypatch.setattr(file, "_load_index", load_index)

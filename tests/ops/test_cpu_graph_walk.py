@@ -1,4 +1,4 @@
-"""The compiled walk of a graph against a slow one, on random graphs of whole numbers: every score is exact."""
+"""The compiled walk of a graph equals its reference, on random graphs of whole numbers, whose scores are exact."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from stillroom.ops.cpu_graph_walk import HIDDEN, enter, rows_of, walk
 
 M = 3
-"""Neighbours of a row at a level; twice as many at level 0."""
+"""Most neighbours of a row at a level; twice as many at level 0."""
 
 
 @dataclass
-class Graph:
-    """A graph as faiss keeps it, and as one would write it down."""
+class RandomGraph:
+    """A random graph in the layout of faiss, and as lists of neighbours."""
 
     vectors: NDArray[np.float32]
     links: list[list[list[int]]]
-    """Of each row, at each of its levels."""
+    """Neighbours of each row at each of its levels."""
     entry: tuple[int, int]
 
     def arrays(self) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
@@ -34,8 +34,8 @@ class Graph:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> Graph:
-    """Of 1 to 40 rows in 5 dimensions, some of them equal, with up to three levels."""
+def graphs(draw: st.DrawFn) -> RandomGraph:
+    """Return a graph of 1 to 40 rows in 5 dimensions, some of them equal, with up to three levels."""
     num = draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 10_000)))
     vectors = rng.integers(-3, 4, size=(num, 5)).astype(np.float32)
@@ -47,13 +47,13 @@ def graphs(draw: st.DrawFn) -> Graph:
 
     links = [[sorted(set(linked(level))) for level in range(levels[row])] for row in range(num)]
     entry = int(np.argmax(levels))
-    return Graph(vectors, links, (entry, int(levels[entry]) - 1))
+    return RandomGraph(vectors, links, (entry, int(levels[entry]) - 1))
 
 
 def slow_walk(
-    graph: Graph, query: NDArray[np.float32], ef_search: int, num_steps: int, hidden: set[int]
+    graph: RandomGraph, query: NDArray[np.float32], ef_search: int, num_steps: int, hidden: set[int]
 ) -> tuple[list[int], list[int], bool]:
-    """Rows of the beam, all rows seen that are not hidden, best first, and whether there is nothing left to expand."""
+    """Reference: the beam's rows, all seen rows that are not hidden, best first, and whether the walk has ended."""
     scores = (graph.vectors @ query).tolist()
 
     def best_first(rows: set[int]) -> list[int]:
@@ -86,8 +86,8 @@ def slow_walk(
     seed=st.integers(0, 1000),
     share_hidden=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
 )
-def test_wherever_it_pauses_it_has_seen_what_the_slow_one_has(
-    graph: Graph, ef_search: int, pauses: list[int], seed: int, share_hidden: float
+def test_paused_walk_has_the_state_of_its_reference(
+    graph: RandomGraph, ef_search: int, pauses: list[int], seed: int, share_hidden: float
 ) -> None:
     rng = np.random.default_rng(seed)
     query = rng.integers(-3, 4, size=5).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Each compiled kernel against a slow twin in float64, with odd shapes, for both kinds of weights and caches."""
+"""Each compiled kernel equals a reference in float64, with odd shapes, for both kinds of weights and caches."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stillroom.ops import cpu_kernels, cpu_products
 from stillroom.ops import linear as linear_module
-from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, only_rows
+from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, spans_of_rows
 from stillroom.ops.cpu_kernels import SPLIT, split_contexts
 from stillroom.ops.linear import Linear
 from stillroom.ops.rope import rotate, rotate_and_store
@@ -52,7 +52,7 @@ def test_products(
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])
-def test_float16_weights_and_odd_widths_take_the_widened_way(num_rows: int) -> None:
+def test_float16_weights_and_odd_widths_are_widened(num_rows: int) -> None:
     x = drawn(num_rows, 7)
     for dtype in (torch.float16, torch.bfloat16):
         weight = drawn(5, 7, seed=1).to(dtype)
@@ -94,7 +94,7 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_gate_is_exact_over_the_range_of_float32() -> None:
+def test_gate_is_exact_over_the_range_of_float32() -> None:
     gates = torch.tensor([0.0, -0.0, 1e-30, -1e-3, 1.0, -1.0, 20.0, -20.0, 87.0, -87.0, 200.0, -200.0, 1e30, -1e30])
     gates = torch.cat((gates, drawn(500) * 10))
     gate_up = torch.cat((gates, torch.ones_like(gates)))[None]
@@ -110,15 +110,15 @@ def test_rotation_writes_keys_and_values_to_their_slots_only(dtype: torch.dtype,
     num_tokens, num_heads, num_kv_heads, head_dim = 5, 4, 2, 8
     qkv = drawn(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     angles = drawn(num_tokens, 1, num_pairs, seed=1)
-    turn = (angles.cos(), angles.sin())
+    rotation = (angles.cos(), angles.sin())
     slots = torch.tensor([7, 0, 3, 9, 2])
     kv = (
         torch.full((10, num_kv_heads, head_dim), 99.0, dtype=dtype),
         torch.full((10, num_kv_heads, head_dim), 99.0, dtype=dtype),
     )
-    q = rotate_and_store(qkv, turn, slots, kv)
-    torch.testing.assert_close(q, rotate(qkv[:, :num_heads], *turn))
-    keys = rotate(qkv[:, num_heads : num_heads + num_kv_heads], *turn)
+    q = rotate_and_store(qkv, rotation, slots, kv)
+    torch.testing.assert_close(q, rotate(qkv[:, :num_heads], *rotation))
+    keys = rotate(qkv[:, num_heads : num_heads + num_kv_heads], *rotation)
     torch.testing.assert_close(kv[0][slots], keys.to(dtype), rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
     torch.testing.assert_close(kv[1][slots], qkv[:, num_heads + num_kv_heads :].to(dtype), rtol=0, atol=0)
     others = [slot for slot in range(10) if slot not in slots.tolist()]
@@ -142,7 +142,7 @@ def test_values_are_rounded_as_torch_rounds_them() -> None:
     softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 1000),
 )
-def test_rows_attend_like_the_twin(
+def test_attend_rows_equals_its_reference(
     lengths: list[int], dtype: torch.dtype, window: int | None, softcap: float | None, seed: int
 ) -> None:
     num_heads, num_kv_heads, head_dim = 6, 2, 8
@@ -196,17 +196,17 @@ def test_splits_by_hand() -> None:
     assert tasks.shape == (0, 2) and bounds.tolist() == [0]
 
 
-def test_only_rows_sees_what_the_rows_saw() -> None:
+def test_spans_of_rows_attend_as_their_rows() -> None:
     scattered = torch.tensor([5, 9, 1, 4, 7])
     spans = [AttentionSpan(0, 3, slice(10, 20), 10), AttentionSpan(3, 5, scattered, 5)]
-    first, second, third = only_rows(spans, [0, 2, 3])
+    first, second, third = spans_of_rows(spans, [0, 2, 3])
     assert (first.query_start, first.query_end, first.context, first.num_context_tokens) == (0, 1, slice(10, 18), 8)
     assert (second.query_start, second.context) == (1, slice(10, 20))
     assert isinstance(third.context, torch.Tensor) and third.context.tolist() == [5, 9, 1, 4]
 
 
-def test_kept_code_is_that_of_the_same_sources() -> None:
-    """A kernel contains what it calls from other files: a change there must make it stale too."""
+def test_cached_code_depends_on_all_kernel_sources() -> None:
+    """A kernel contains the functions that it calls from other files, so a change there must invalidate it too."""
     kernels: list[Any] = [cpu_kernels.decode_layer, cpu_kernels.attend_rows, cpu_products.linear_scaled]
     for one in kernels:
         if one.stats.cache_path is None:
@@ -237,8 +237,8 @@ assert compiled() == before, "a user would have waited for the compiler"
 """
 
 
-def test_nothing_is_left_to_compile_for_a_plain_model(tmp_path: Path) -> None:
-    """In this process other tests may have compiled what `compile_all` forgets."""
+def test_compile_all_compiles_every_kernel_of_a_plain_model(tmp_path: Path) -> None:
+    """Runs in a process of its own, because other tests may have compiled kernels that `compile_all` forgets."""
     random_checkpoint(tmp_path, "Llama")
     command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""The GPU's attention against its slow twin and against the spans it stands for."""
+"""Attention on a GPU equals its reference and attention by spans."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, only_rows
+from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, spans_of_rows
 from stillroom.ops.device_attention import DevicePlan, attend_tiles_reference
 from tests.gpu_kernels import DEVICE, HALF_PRECISION, use_kernels
 
@@ -27,8 +27,8 @@ def kernel(*arguments: Any) -> torch.Tensor:
     return triton_attention.attend_tiles(*arguments)
 
 
-class Case:
-    """Sequences with so many queries and context tokens, whose contexts lie scattered over a pool of garbage."""
+class AttentionCase:
+    """Sequences with these numbers of queries and context tokens, whose contexts are scattered over random memory."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Case:
     [[(1, 1)], [(1, 70), (1, 3), (1, 129)], [(7, 7)], [(1, 20), (5, 66), (4, 4), (1, 1), (3, 130)]],
     ids=["first-token", "decoding", "prompt", "mixed"],
 )
-def test_the_kernel_and_its_twin_equal_attention_span_by_span(sequences: list[tuple[int, int]], limits: Limits) -> None:
-    case = Case(sequences)
+def test_kernel_and_its_reference_equal_attention_by_spans(sequences: list[tuple[int, int]], limits: Limits) -> None:
+    case = AttentionCase(sequences)
     expected = case.expected(limits)
     torch.testing.assert_close(attend_tiles_reference(case.q, case.kv, case.plan.tensors, limits), expected)
     torch.testing.assert_close(kernel(case.q, case.kv, case.plan.tensors, case.shape, limits), expected)
@@ -83,22 +83,22 @@ def test_the_kernel_and_its_twin_equal_attention_span_by_span(sequences: list[tu
 
 @pytest.mark.parametrize("heads", [(4, 4, 16), (7, 1, 24), (8, 2, 64), (3, 3, 80), (2, 1, 128), (4, 2, 256)], ids=str)
 def test_shapes_of_heads(heads: tuple[int, int, int]) -> None:
-    case = Case([(1, 33), (9, 90)], heads, max_rows=8)
+    case = AttentionCase([(1, 33), (9, 90)], heads, max_rows=8)
     limits = (heads[2] ** -0.5, None, None)
     torch.testing.assert_close(kernel(case.q, case.kv, case.plan.tensors, (8, 1), limits), case.expected(limits))
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("num_splits", [2, 4, 16])
-def test_splitting_a_context_changes_nothing(num_splits: int, limits: Limits) -> None:
-    case = Case([(1, 1), (1, 64), (1, 65), (1, 300)])
+def test_splitting_a_context_changes_no_result(num_splits: int, limits: Limits) -> None:
+    case = AttentionCase([(1, 1), (1, 64), (1, 65), (1, 300)])
     out = kernel(case.q, case.kv, case.plan.tensors, (1, num_splits), limits)
     torch.testing.assert_close(out, case.expected(limits))
 
 
 @pytest.mark.parametrize("dtype", HALF_PRECISION)
 def test_half_precision_keeps_its_dtype_and_stays_close(dtype: torch.dtype) -> None:
-    case = Case([(1, 150), (6, 40)], dtype=dtype)
+    case = AttentionCase([(1, 150), (6, 40)], dtype=dtype)
     limits = (0.3, None, None)
     out = kernel(case.q, case.kv, case.plan.tensors, case.shape, limits)
     assert out.dtype is dtype
@@ -118,38 +118,38 @@ sequences_of_a_step = st.lists(
     st.none() | st.floats(0.1, 50.0),
 )
 def test_any_step(sequences: list[tuple[int, int]], max_rows: int, window: int | None, softcap: float | None) -> None:
-    case = Case(sequences, max_rows=max_rows)
+    case = AttentionCase(sequences, max_rows=max_rows)
     limits = (0.3, window, softcap)
     shape = max_rows if case.shape[0] > 1 else 1
     out = kernel(case.q, case.kv, case.plan.tensors, (shape, 1), limits)
     torch.testing.assert_close(out, case.expected(limits))
 
 
-def test_a_plan_of_spans_takes_the_kernel_for_whole_steps_and_for_last_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_of_spans_uses_the_kernel_for_whole_steps_and_for_last_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(monkeypatch)
-    case = Case([(1, 20), (5, 66), (1, 7)])
+    case = AttentionCase([(1, 20), (5, 66), (1, 7)])
     k, v = (torch.cat((kv, torch.ones_like(kv[:7]))) for kv in case.kv)
     start = len(case.kv[0])
-    case.kv, case.spans[2] = (k, v), AttentionSpan(6, 7, slice(start, start + 7), 7)  # read where it lies
+    case.kv, case.spans[2] = (k, v), AttentionSpan(6, 7, slice(start, start + 7), 7)  # read in place
     plan = AttentionPlan(case.spans)
     for limits in LIMITS:
         torch.testing.assert_close(plan.attend(case.q, (k, v), *limits), case.expected(limits))
-    last = AttentionPlan(only_rows(case.spans, [0, 5, 6]))
+    last = AttentionPlan(spans_of_rows(case.spans, [0, 5, 6]))
     out = last.attend(case.q[[0, 5, 6]], (k, v), 0.3, None)
     torch.testing.assert_close(out, case.expected((0.3, None, None))[[0, 5, 6]])
 
 
 def test_few_rows_over_long_contexts_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(monkeypatch)
-    case = Case([(1, 1100)])
+    case = AttentionCase([(1, 1100)])
     assert case.plan.num_splits(case.kv[0], None) > 1
-    assert case.plan.num_splits(case.kv[0], 64) == 1, "a window leaves nothing to split"
+    assert case.plan.num_splits(case.kv[0], 64) == 1, "a small window is not split"
     torch.testing.assert_close(case.plan.attend(case.q, case.kv, 0.3, None), case.expected((0.3, None, None)))
 
 
 @pytest.mark.slow
-def test_the_kernels_compile_for_gpus_and_fit_into_their_shared_memory() -> None:
-    """To machine code, which needs no GPU; in a process of its own, where nothing is interpreted."""
+def test_kernels_compile_for_gpus_and_fit_into_their_shared_memory() -> None:
+    """Compiling needs no GPU; it runs in a process of its own, without Triton's interpreter."""
     pytest.importorskip("triton", minversion="3.4")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     root = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Rotation: it is one, and it depends on distance only. Frequencies are compared in tests/models/test_oracle.py."""
+"""Rotation keeps lengths, and products depend on distance only. tests/models/test_oracle.py compares frequencies."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate, turn
+from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rerotate_keys, rotate
 
 
 def rotated(x_THD: torch.Tensor, positions: list[int]) -> torch.Tensor:
@@ -14,13 +14,13 @@ def rotated(x_THD: torch.Tensor, positions: list[int]) -> torch.Tensor:
     return rotate(x_THD, *cos_sin(inv_freq, factor, torch.tensor(positions), x_THD.dtype))
 
 
-def test_position_zero_changes_nothing_and_lengths_are_kept() -> None:
+def test_position_zero_is_the_identity_and_lengths_are_kept() -> None:
     x = torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rotated(x, [0] * 5), x)
     torch.testing.assert_close(rotated(x, [1, 7, 99, 500, 2000]).norm(dim=-1), x.norm(dim=-1))
 
 
-def test_the_first_pair_turns_by_one_radian_per_position() -> None:
+def test_first_pair_rotates_by_one_radian_per_position() -> None:
     x = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])  # pairs are (0, 2) and (1, 3)
     torch.testing.assert_close(rotated(x, [1])[0, 0], torch.tensor([math.cos(1), 0.0, math.sin(1), 0.0]))
 
@@ -33,12 +33,12 @@ def test_products_depend_on_the_distance_only() -> None:
     torch.testing.assert_close(near, far, atol=1e-3, rtol=1e-3)
 
 
-def test_only_the_leading_dimensions_turn_where_fewer_are_rotated() -> None:
+def test_partial_rotation_rotates_the_leading_dimensions_only() -> None:
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(2))
-    turn = cos_sin(*inverse_frequencies(RopeSpec(4, 10000.0, 2048)), torch.tensor([1, 2, 3]), x.dtype)
-    turned = rotate(x, *turn)
+    rotation = cos_sin(*inverse_frequencies(RopeSpec(4, 10000.0, 2048)), torch.tensor([1, 2, 3]), x.dtype)
+    turned = rotate(x, *rotation)
     torch.testing.assert_close(turned[..., 4:], x[..., 4:], rtol=0, atol=0)
-    torch.testing.assert_close(turned[..., :4], rotate(x[..., :4].contiguous(), *turn))
+    torch.testing.assert_close(turned[..., :4], rotate(x[..., :4].contiguous(), *rotation))
 
 
 def test_longrope_chooses_its_factors_by_the_longest_sequence_that_will_run() -> None:
@@ -67,10 +67,10 @@ SCHEMES = [
 @pytest.mark.parametrize(("kind", "parameters"), SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("old", "new"), [(0, 131_000), (131_000, 0), (77, 4_000), (4_000, 3_999), (9, 9)])
-def test_turned_keys_are_those_that_were_rotated_there(
+def test_rerotated_keys_equal_freshly_rotated_keys(
     kind: str, parameters: dict[str, Any], dtype: torch.dtype, old: int, new: int
 ) -> None:
-    """Up to the last position of a long model, for scaled frequencies and those with a factor on cos and sin."""
+    """Up to the last position of a long model, for scaled frequencies and for a factor on cos and sin."""
     inv_freq, factor = inverse_frequencies(RopeSpec(16, 500_000.0, 131_072, kind, parameters, 131_072))
     keys = torch.randn(5, 2, 20, generator=torch.Generator().manual_seed(3))
 
@@ -78,16 +78,16 @@ def test_turned_keys_are_those_that_were_rotated_there(
         cos, sin = cos_sin(inv_freq, factor, torch.arange(first, first + 5), torch.float32)
         return rotate(keys, cos, sin).to(dtype)
 
-    turned = turn(placed(old)[None], inv_freq[None], old, new)[0]
+    turned = rerotate_keys(placed(old)[None], inv_freq[None], old, new)[0]
     assert turned.dtype is dtype
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     torch.testing.assert_close(turned.float(), placed(new).float(), atol=tolerance, rtol=tolerance)
 
 
-def test_layers_turn_by_frequencies_of_their_own() -> None:
+def test_layers_rerotate_with_their_own_frequencies() -> None:
     frequencies = torch.stack([inverse_frequencies(RopeSpec(8, theta, 2048))[0] for theta in (100.0, 10_000.0)])
     keys = torch.randn(2, 3, 1, 8, generator=torch.Generator().manual_seed(4))
-    both = turn(keys, frequencies, 5, 50)
+    both = rerotate_keys(keys, frequencies, 5, 50)
     for layer in range(2):
-        alone = turn(keys[layer : layer + 1], frequencies[layer : layer + 1], 5, 50)
+        alone = rerotate_keys(keys[layer : layer + 1], frequencies[layer : layer + 1], 5, 50)
         torch.testing.assert_close(both[layer : layer + 1], alone)

@@ -1,4 +1,4 @@
-"""Sampling against its slow twin, and against the distribution it promises."""
+"""Sampling equals its reference, and follows the distribution of the logits."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from stillroom.core.request import SamplingParams, uniform_at
 from stillroom.errors import UsageError
 from stillroom.ops.sampling import logprobs, non_finite_rows, sample, sample_reference
 
-# Halves, and penalties that are powers of two: what is equal on paper is equal in float32 too.
+# Halves, and penalties that are powers of two: ties are exact in float32 too.
 HALVES = st.integers(-8, 8).map(lambda n: n / 2)
 LOGITS = st.lists(HALVES, min_size=1, max_size=12)
 UNIFORM = st.floats(0, 1, exclude_max=True)
@@ -31,8 +31,8 @@ def spec(*, uniform: float = 0.0, prompt: Any = (), answer: Any = (), forbidden:
     )
 
 
-class Allowed:
-    """A constraint that never moves."""
+class FixedConstraint:
+    """A constraint that allows the same tokens at every step."""
 
     is_complete = False
     error = None
@@ -42,7 +42,7 @@ class Allowed:
         for token in token_ids:
             self._words[0] |= 1 << token
 
-    def copy(self) -> "Allowed":
+    def copy(self) -> "FixedConstraint":
         return self
 
     def allowed(self) -> NDArray[np.int32]:
@@ -74,7 +74,7 @@ def rows(draw: st.DrawFn, size: int | None = None) -> tuple[list[float], SampleS
     )
     if draw(st.booleans()):
         allowed = draw(st.sets(token)) | {draw(st.sampled_from(free))}
-        one = one._replace(constraint=Allowed(allowed))
+        one = one._replace(constraint=FixedConstraint(allowed))
     return logits, one
 
 
@@ -85,11 +85,11 @@ def moved(one: SampleSpec, by: float) -> SampleSpec:
 
 @given(rows(), st.sampled_from([1, 2, 1024]))
 @settings(max_examples=300)
-def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec], num_tried: int) -> None:
+def test_row_equals_its_reference(row: tuple[list[float], SampleSpec], num_tried: int) -> None:
     logits, one = row
     with patch("stillroom.ops.sampling.NUM_TRIED", num_tried):
         ours = sample(torch.tensor([logits]), [one])[0]
-    # Equal up to rounding exactly on a border of the cumulative distribution.
+    # The draws may differ by rounding exactly at a bound of the cumulative distribution.
     nearby = {
         sample_reference(logits, moved(one, p)._replace(uniform=moved(one, u).uniform))
         for p in (-1e-6, 0, 1e-6)
@@ -107,7 +107,7 @@ def test_a_row_equals_its_twin(row: tuple[list[float], SampleSpec], num_tried: i
     top_p=st.sampled_from([0.5, 0.95, 1.0]),
     min_p=st.sampled_from([0.0, 0.001, 0.2]),
 )
-def test_trying_the_likeliest_first_changes_no_draw(
+def test_sorting_the_most_likely_first_changes_no_draw(
     seed: int, scale: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -122,7 +122,7 @@ def test_trying_the_likeliest_first_changes_no_draw(
 
 @pytest.mark.gpu
 @given(st.lists(rows(size=6), min_size=1, max_size=5))
-def test_a_gpu_draws_what_the_cpu_draws(batch: list[tuple[list[float], SampleSpec]]) -> None:
+def test_gpu_draws_the_same_tokens_as_the_cpu(batch: list[tuple[list[float], SampleSpec]]) -> None:
     logits, specs = torch.tensor([logits for logits, _ in batch]), [one for _, one in batch]
     ours = sample(logits.cuda(), specs)
     for row, (token, one) in enumerate(zip(ours, specs, strict=True)):
@@ -132,7 +132,7 @@ def test_a_gpu_draws_what_the_cpu_draws(batch: list[tuple[list[float], SampleSpe
 
 
 @given(st.lists(rows(size=6), min_size=2, max_size=5))
-def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SampleSpec]]) -> None:
+def test_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SampleSpec]]) -> None:
     together = sample(torch.tensor([logits for logits, _ in batch]), [one for _, one in batch])
     assert together == [sample(torch.tensor([logits]), [one])[0] for logits, one in batch]
 
@@ -142,7 +142,7 @@ def test_frequencies_follow_the_probabilities() -> None:
     specs = [spec(temperature=1.0, uniform=uniform_at(7, index)) for index in range(4000)]
     drawn = sample(probabilities.log().repeat(4000, 1), specs)
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / 4000
-    torch.testing.assert_close(shares, probabilities, atol=0.025, rtol=0)  # over three standard errors
+    torch.testing.assert_close(shares, probabilities, atol=0.025, rtol=0)  # more than three standard errors
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_cuts_exclude_the_tail(cut: dict[str, float], kept: set[int]) -> None:
 def test_penalties_by_hand() -> None:
     logits = torch.tensor([[2.0, -1.0, 1.5, 0.0]])
     assert sample(logits, [spec(prompt=[0], repetition_penalty=2.0)]) == [2], "2 / 2 < 1.5"
-    assert sample(logits, [spec(prompt=[0], presence_penalty=1.0)]) == [0], "the prompt is free of it"
+    assert sample(logits, [spec(prompt=[0], presence_penalty=1.0)]) == [0], "it does not apply to the prompt"
     assert sample(logits, [spec(answer=[0], presence_penalty=1.0)]) == [2], "2 - 1 < 1.5"
     assert sample(logits, [spec(answer=[0], frequency_penalty=0.4)]) == [0], "2 - 0.4 > 1.5"
     assert sample(logits, [spec(answer=[0, 0], frequency_penalty=0.4)]) == [2], "2 - 0.8 < 1.5"
     assert sample(logits, [spec(logit_bias={1: 5.0})]) == [1]
     assert sample(logits, [spec(forbidden=[0, 2])]) == [3]
-    assert logits.tolist() == [[2.0, -1.0, 1.5, 0.0]], "the logits are left as they were"
+    assert logits.tolist() == [[2.0, -1.0, 1.5, 0.0]], "the logits are unchanged"
 
 
 EXTREME: list[dict[str, Any]] = [
@@ -188,7 +188,7 @@ EXTREME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("num_tried", [2, 1024])
-def test_no_parameters_of_a_request_fail_its_batch(num_tried: int) -> None:
+def test_extreme_parameters_of_a_request_do_not_fail_its_batch(num_tried: int) -> None:
     logits = torch.tensor([2.0, -1.0, 1.5, 0.0, 1.0]).repeat(2, 1)
     good = spec(temperature=1.0, uniform=0.6)
     alone = sample(logits[:1], [good])
@@ -205,7 +205,7 @@ def test_no_parameters_of_a_request_fail_its_batch(num_tried: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_that_are_not_finite_are_found(value: float, dtype: torch.dtype) -> None:
+def test_non_finite_rows_are_found(value: float, dtype: torch.dtype) -> None:
     logits = torch.full((4, 200_000), 30.0, dtype=dtype)
     assert non_finite_rows(logits) == []
     logits[1, 7] = logits[3, 199_999] = value
@@ -213,15 +213,15 @@ def test_rows_that_are_not_finite_are_found(value: float, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_logits_as_large_as_there_are_fail_no_batch_and_break_no_rule(dtype: torch.dtype) -> None:
+def test_largest_logits_fail_no_batch_and_break_no_rule(dtype: torch.dtype) -> None:
     logits = torch.tensor([[65504.0] * 5, [2.0, -1.0, 1.5, 0.0, 1.0]], dtype=dtype)
     good = spec(temperature=1.0, uniform=0.6)
     for temperature in (0.0, 1e-4, 1.0):
-        bad = spec(temperature=temperature, uniform=0.5, forbidden=[0])._replace(constraint=Allowed([0, 3]))
+        bad = spec(temperature=temperature, uniform=0.5, forbidden=[0])._replace(constraint=FixedConstraint([0, 3]))
         assert sample(logits, [bad, good]) == [3, *sample(logits[1:], [good])]
 
 
-def test_repetition_penalty_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = torch.linspace(-3, 3, 40)[torch.randperm(40, generator=torch.Generator().manual_seed(1))]
@@ -230,7 +230,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         assert sample(logits[None], [spec(prompt=seen, repetition_penalty=1.7)]) == [int(theirs.argmax())]
 
 
-def test_logprobs_are_those_of_the_untouched_logits() -> None:
+def test_logprobs_are_those_of_the_original_logits() -> None:
     probabilities = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5]])
     first, second = logprobs(probabilities.log(), [0, 2], [2, 0])
     assert first.logprob == pytest.approx(np.log(0.1), abs=1e-6)
@@ -274,7 +274,7 @@ def test_impossible_values_are_refused_by_name(bad: dict[str, Any]) -> None:
         SamplingParams(**bad)
 
 
-def test_numbers_of_numpy_are_taken_as_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     params = SamplingParams(
         max_tokens=np.int64(3),  # type: ignore[arg-type]
         logprobs=np.int32(2),  # type: ignore[arg-type]

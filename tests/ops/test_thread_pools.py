@@ -1,4 +1,4 @@
-"""Threads for parallel kernels end with the thread that they were for."""
+"""Thread pools of parallel kernels end with the thread that started them."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from tests.server.fakes import until
 
 
@@ -22,24 +22,24 @@ needs_teams = pytest.mark.skipif(
 
 
 @needs_teams
-def test_what_computes_in_a_thread_that_ends_leaves_no_team() -> None:
+def test_short_lived_thread_leaves_no_thread_pool() -> None:
     def multiply() -> float:
         return float(
             (torch.ones(600, 600, dtype=torch.float64) @ torch.ones(600, 600, dtype=torch.float64)).add(1).sum()
         )
 
-    in_a_thread_that_ends(multiply)  # what is made once and for all
+    run_in_short_lived_thread(multiply)  # starts the threads that stay
     before = num_system_threads()
-    assert in_a_thread_that_ends(multiply) == 600 * 600 * 601
+    assert run_in_short_lived_thread(multiply) == 600 * 600 * 601
     until(lambda: num_system_threads() <= before)
     with pytest.raises(ZeroDivisionError):
-        in_a_thread_that_ends(lambda: 1 // 0)
+        run_in_short_lived_thread(lambda: 1 // 0)
 
 
 @pytest.mark.skipif(torch.get_num_threads() > 1, reason="the tests that need two threads run by themselves")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="no second core")
-def test_the_tests_that_count_threads_pass_with_two() -> None:
-    """`make test` gives each worker one thread, with which there is nothing to count."""
+def test_tests_that_count_threads_pass_with_two() -> None:
+    """`make test` gives each worker one thread, with which there are no thread pools to count."""
     tests = Path(__file__).parents[1]
     files = [
         tests / "ops" / "test_thread_pools.py",

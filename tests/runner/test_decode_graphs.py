@@ -1,6 +1,6 @@
-"""Decoding from static tensors gives what packing anew gives; on a GPU also when captured, and without waiting.
+"""Decoding from static tensors equals decoding from newly packed ones; on a GPU also when captured, without waiting.
 
-On a CPU the step is computed call by call, with the kernels in Triton's interpreter.
+On a CPU the step is computed launch by launch, with the kernels in Triton's interpreter.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def static(engine: Engine) -> CountingDecoding:
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    """Requests that arrive while others decode, one with several samples; too many for the blocks there are."""
+    """Return answers of requests that arrive while others decode, one with several samples, over too few blocks."""
     rng, run = np.random.default_rng(0), Run(engine)
     for index, lengths in enumerate([[5, 20, 9], [33], [1, 16, 17, 4]]):
         run.submit(request(str(index), random_segments(rng, 301, lengths), max_tokens=12))
@@ -70,7 +70,7 @@ def answers(engine: Engine) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_an_engine_answers_the_same(folder: Path) -> None:
+def test_engine_answers_the_same_with_static_decoding(folder: Path) -> None:
     engine = engine_on(folder, num_blocks=13)
     decoding = static(engine)
     assert answers(engine) == answers(engine_on(folder, num_blocks=13))
@@ -78,7 +78,7 @@ def test_an_engine_answers_the_same(folder: Path) -> None:
 
 
 def decode_batch(lengths: list[int], seed: int = 0) -> Batch:
-    """A decoding step of sequences with so many tokens each, the last one new, on slots of their own."""
+    """Return a decoding step of sequences with these lengths on slots of their own; the last token of each is new."""
     rng = np.random.default_rng(seed)
     slots = np.split(rng.permutation(NUM_BLOCKS * 16)[: sum(lengths)], np.cumsum(lengths)[:-1])
     sequences = []
@@ -90,18 +90,18 @@ def decode_batch(lengths: list[int], seed: int = 0) -> Batch:
 
 
 def store_for(decoder: Decoder, seed: int = 0) -> DeviceStore:
-    """A store whose slots hold numbers, as if prompts had run."""
+    """Return a store whose slots hold numbers, as after prompts."""
     spec = decoder.spec
     shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
     store = DeviceStore(shape, NUM_BLOCKS, 16, decoder.device)
     generator = torch.Generator().manual_seed(seed)
     for kv in (store.k_LSGD, store.v_LSGD):
         kv.copy_(torch.randn(kv.shape, generator=generator))
-        kv[:, store.scratch_slot :] = torch.nan  # as memory may be that nobody has written
+        kv[:, store.scratch_slot :] = torch.nan  # as uninitialised memory may be
     return store
 
 
-@pytest.mark.parametrize("way", ["kernels", "twin"])
+@pytest.mark.parametrize("way", ["kernels", "reference"])
 def test_logits_are_the_same_and_padding_writes_to_the_scratch_slot_only(
     folder: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,20 +131,20 @@ def test_logits_are_the_same_and_padding_writes_to_the_scratch_slot_only(
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_only_whole_decoding_steps_are_taken(folder: Path) -> None:
+def test_only_pure_decoding_steps_are_supported(folder: Path) -> None:
     decoder = load_decoder(folder, device="cpu")
     decoding = StaticDecoding(decoder, store_for(decoder))
     batch = decode_batch([3, 4])
-    assert decoding.takes(batch)
-    assert not decoding.takes(Batch(()))
+    assert decoding.supports(batch)
+    assert not decoding.supports(Batch(()))
     first, second = batch.sequences
     silent = ScheduledSequence(first.request_id, first.token_ids, first.first_position, first.slots, ())
-    assert not decoding.takes(Batch((silent, second))), "a piece of a prompt"
+    assert not decoding.supports(Batch((silent, second))), "a piece of a prompt"
     prompt = ScheduledSequence(first.request_id, np.array([4, 5]), 1, first.slots, first.samples)
-    assert not decoding.takes(Batch((prompt, second)))
-    assert not decoding.takes(Batch((first,) * (SIZES[-1] + 1)))
+    assert not decoding.supports(Batch((prompt, second)))
+    assert not decoding.supports(Batch((first,) * (SIZES[-1] + 1)))
     long = ScheduledSequence(first.request_id, first.token_ids, 999, np.zeros(1000, np.int64), first.samples)
-    assert not decoding.takes(Batch((long,) * 4)), "contexts longer than the static tensor"
+    assert not decoding.supports(Batch((long,) * 4)), "contexts longer than the static tensor"
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
@@ -155,7 +155,7 @@ def test_without_a_gpu_there_are_no_graphs(folder: Path) -> None:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever makes the host wait for the GPU raises."""
+    """Make every operation that waits for the GPU raise."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -166,7 +166,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_replayed_graph_computes_what_the_calls_compute(folder: Path, dtype: Any) -> None:
+def test_replayed_graph_computes_the_same_as_its_launches(folder: Path, dtype: Any) -> None:
     decoder = load_decoder(folder, device="cuda", dtype=dtype)
     graph_store, plain_store = store_for(decoder), store_for(decoder)
     graphs, plain = DecodeGraphs.of(decoder, graph_store), StaticDecoding(decoder, plain_store)
@@ -179,8 +179,8 @@ def test_a_replayed_graph_computes_what_the_calls_compute(folder: Path, dtype: A
 
 
 @pytest.mark.gpu
-def test_an_engine_on_a_gpu_answers_the_same_with_and_without_graphs(folder: Path) -> None:
-    """In float32, where the random model's choices are no near ties."""
+def test_engine_on_a_gpu_answers_the_same_with_and_without_graphs(folder: Path) -> None:
+    """In float32, in which the random model has no near ties."""
     expected = answers(engine_on(folder, num_blocks=13))
     engine = engine_on(folder, num_blocks=13, device="cuda")
     assert isinstance(engine.runner, TorchRunner) and engine.runner.decoding is not None

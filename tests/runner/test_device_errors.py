@@ -1,4 +1,4 @@
-"""Which errors of torch mean that the device is lost, and which that a call failed."""
+"""Errors of torch that mean that the device is lost, and errors that mean that a call failed."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ FAILED = [
 
 
 def errors(text: str) -> list[RuntimeError]:
-    """As older and newer versions of torch raise it."""
+    """Return the error as older and newer versions of torch raise it."""
     found = [RuntimeError(text + ADVICE)]
     if hasattr(torch, "AcceleratorError") and text.startswith(("CUDA error", "HIP error")):
         found.append(torch.AcceleratorError(text + ADVICE))
@@ -45,28 +45,28 @@ def errors(text: str) -> list[RuntimeError]:
 
 
 @pytest.mark.parametrize("text", LOST)
-def test_an_error_that_leaves_the_device_unusable_is_a_loss(text: str) -> None:
+def test_error_that_leaves_the_device_unusable_is_a_loss(text: str) -> None:
     for error in errors(text):
         assert is_device_loss(error) and first_line(error) == text
 
 
 @pytest.mark.parametrize("text", FAILED)
-def test_an_error_of_one_call_is_no_loss(text: str) -> None:
+def test_error_of_one_call_is_no_loss(text: str) -> None:
     assert not any(is_device_loss(error) for error in errors(text))
 
 
-def test_memory_that_runs_out_is_no_loss() -> None:
+def test_out_of_memory_is_no_loss() -> None:
     error = torch.OutOfMemoryError("CUDA error: out of memory, or whatever it says")
     assert not is_device_loss(error) and not is_device_loss(MemoryError())
 
 
-def test_an_accelerator_whose_name_is_not_known_is_lost_too() -> None:
+def test_error_of_an_unknown_accelerator_is_a_loss() -> None:
     if not hasattr(torch, "AcceleratorError"):
         pytest.skip("torch has had this error since 2.8")
     assert is_device_loss(torch.AcceleratorError("device 3 has left"))
 
 
-def test_what_was_raised_from_a_loss_is_a_loss() -> None:
+def test_error_raised_from_a_loss_is_a_loss() -> None:
     try:
         raise ValueError("the step failed") from RuntimeError(LOST[0])
     except ValueError as error:

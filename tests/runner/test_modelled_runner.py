@@ -1,4 +1,4 @@
-"""The modelled runner and mover under the product's own engine, scheduler and tree: sums by hand, and a soak."""
+"""The modelled runner and mover with the product's engine, scheduler and tree: sums by hand, and a soak."""
 
 import random
 import subprocess
@@ -35,15 +35,15 @@ from stillroom.scheduler.scheduler import Scheduler
 
 SIZE = 4
 HOST = {Tier.HOST: Link(0.5, 8.0)}
-"""A second for the four tokens of a segment, at a byte each."""
+"""One second for the four tokens of a segment, one byte each."""
 COSTS = linear_profile(2.0, 1.0, 0.0, HOST)
 """T(cached, new) = 2 + new."""
 DEVICE_ONLY = TreeOptions(policy=lru, replicates_system=False)
 PAIRS = linear_profile(1.0, 0.1, 0.01, {Tier.HOST: Link(0.01, 1e3), Tier.DISK: Link(0.05, 1e2)})
 
 
-class Plant:
-    """Everything but tensors."""
+class ModelledFixture:
+    """A modelled runner with engine, scheduler, cache and tree."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Plant:
         return events
 
     def ask(self, name: str, *documents: int, max_tokens: int = 1) -> float:
-        """Seconds from asking to the first token, with nobody else there."""
+        """Return the seconds to the first token of a request without others."""
         began = self.clock.now
         self.engine.submit(request(name, *documents, max_tokens=max_tokens))
         return self.run()[0].at - began
@@ -84,59 +84,59 @@ def request(name: str, *documents: int, max_tokens: int = 1, question: int = 2, 
     return Request(request_id=RequestId(name), prompt=prompt, sampling=SamplingParams(max_tokens=max_tokens))
 
 
-def test_prefill_decode_and_what_is_kept() -> None:
-    plant = Plant(COSTS, 16)
+def test_time_of_prefill_decode_and_kept_kv() -> None:
+    fixture = ModelledFixture(COSTS, 16)
 
-    assert plant.ask("a", 1, max_tokens=3) == 12.0
-    assert plant.clock.now == 12.0 + 3.0 + 3.0
-    assert plant.ask("b", 1) == 4.0
-    assert plant.ask("c", 2) == 8.0
-
-
-def test_a_document_twice_in_a_prompt_that_waits() -> None:
-    assert Plant(COSTS, 16).ask("a", 1, 1) == 2.0 + 14.0
+    assert fixture.ask("a", 1, max_tokens=3) == 12.0
+    assert fixture.clock.now == 12.0 + 3.0 + 3.0
+    assert fixture.ask("b", 1) == 4.0
+    assert fixture.ask("c", 2) == 8.0
 
 
-def test_two_share_a_step() -> None:
-    plant = Plant(COSTS, 16)
+def test_document_twice_in_a_waiting_prompt() -> None:
+    assert ModelledFixture(COSTS, 16).ask("a", 1, 1) == 2.0 + 14.0
+
+
+def test_two_requests_share_a_step() -> None:
+    fixture = ModelledFixture(COSTS, 16)
     for name, document in (("a", 1), ("b", 2)):
-        plant.engine.submit(request(name, document))
+        fixture.engine.submit(request(name, document))
 
-    first, second = plant.run()
+    first, second = fixture.run()
 
     assert first.at == second.at == 3.0 + 2 * (12.0 - 3.0)
 
 
 def test_offloads_and_loads_take_the_time_of_their_link() -> None:
-    plant = Plant(COSTS, 5, TreeOptions(policy=lru, host_bytes=100))
+    fixture = ModelledFixture(COSTS, 5, TreeOptions(policy=lru, host_bytes=100))
 
-    assert plant.ask("a", 1) == 12.0
-    assert plant.clock.now == 13.0  # a replica of the system prompt
-    assert [plant.ask(name, document) for name, document in (("b", 2), ("c", 3), ("d", 1))] == [8.0, 8.0, 4.0]
-    assert plant.ask("e", 4) == 1.0 + 8.0  # 2 leaves
-    assert plant.ask("f", 2) == 1.0 + 1.0 + 4.0  # 3 leaves, 2 comes back
-    assert plant.clock.now == 13.0 + 20.0 + 9.0 + 6.0
+    assert fixture.ask("a", 1) == 12.0
+    assert fixture.clock.now == 13.0  # a replica of the system prompt
+    assert [fixture.ask(name, document) for name, document in (("b", 2), ("c", 3), ("d", 1))] == [8.0, 8.0, 4.0]
+    assert fixture.ask("e", 4) == 1.0 + 8.0  # 2 is offloaded
+    assert fixture.ask("f", 2) == 1.0 + 1.0 + 4.0  # 3 is offloaded, 2 is loaded
+    assert fixture.clock.now == 13.0 + 20.0 + 9.0 + 6.0
 
 
-def test_look_and_repair() -> None:
-    """Half of two documents of four tokens is computed again behind a look of the question."""
-    plant = Plant(COSTS, 32, anywhere=AnywhereOptions(0.5, "question"))
-    assert plant.ask("a", 1, 2) == 2.0 + 14.0
+def test_time_of_query_pass_and_recompute() -> None:
+    """Half of two documents of four tokens is recomputed after a query pass."""
+    fixture = ModelledFixture(COSTS, 32, anywhere=AnywhereOptions(0.5, "question"))
+    assert fixture.ask("a", 1, 2) == 2.0 + 14.0
 
-    seconds = plant.ask("b", 2, 1)
+    seconds = fixture.ask("b", 2, 1)
 
     assert seconds == (2.0 + 2.0) + (2.0 + 4.0 + 2.0)
 
 
-def test_probe_runs_two_of_four_layers() -> None:
-    plant = Plant(COSTS, 32, anywhere=AnywhereOptions(0.5, "deviation"))
-    plant.ask("a", 1, 2)
+def test_deviation_pass_runs_two_of_four_layers() -> None:
+    fixture = ModelledFixture(COSTS, 32, anywhere=AnywhereOptions(0.5, "deviation"))
+    fixture.ask("a", 1, 2)
 
-    assert plant.ask("b", 2, 1) == (2.0 + 10.0) / 2 + (2.0 + 4.0 + 2.0)
+    assert fixture.ask("b", 2, 1) == (2.0 + 10.0) / 2 + (2.0 + 4.0 + 2.0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=5), st.data())
-def test_step_against_counting_every_pair(spans: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_step_time_agrees_with_counting_every_pair(spans: list[tuple[int, int]], data: st.DataObject) -> None:
     entries, expected = [], 1.0 + 0.1 + 0.01 / 2
     for number, (before, count) in enumerate(spans):
         end = before + count
@@ -152,7 +152,7 @@ def test_step_against_counting_every_pair(spans: list[tuple[int, int]], data: st
         expected += 0.1 * (len(positions) - 1) + 0.01 * (pairs - 0.5)
     runner = ModelledRunner(_Exact(), VirtualClock())
 
-    slack = 0.01 * sum(entry.num_scheduled_tokens for entry in entries)  # cached tokens are whole
+    slack = 0.01 * sum(entry.num_scheduled_tokens for entry in entries)  # the number of cached tokens is whole
     assert runner.step_seconds(Batch(tuple(entries))) == pytest.approx(expected, abs=0.5 * slack + 1e-9)
 
 
@@ -161,12 +161,12 @@ class _Exact:
         return 1.0 + 0.1 * num_new + 0.01 * num_new * (num_cached + num_new / 2)
 
 
-def test_what_a_step_and_a_sequence_take_beside_computing() -> None:
+def test_overhead_of_a_step_and_of_a_sequence() -> None:
     one = np.ones(1, dtype=np.int64)
     batch = Batch(tuple(ScheduledSequence(RequestId(name), one, 0, one, ()) for name in "abc"))
     plain = ModelledRunner(COSTS, VirtualClock()).step_seconds(batch)
-    beside = ModelledRunner(COSTS, VirtualClock(), step_seconds=5.0, sequence_seconds=0.5).step_seconds(batch)
-    assert plain == pytest.approx(3.0) and beside == pytest.approx(3.0 + 5.0 + 2 * 0.5)
+    with_overhead = ModelledRunner(COSTS, VirtualClock(), step_seconds=5.0, sequence_seconds=0.5).step_seconds(batch)
+    assert plain == pytest.approx(3.0) and with_overhead == pytest.approx(3.0 + 5.0 + 2 * 0.5)
 
 
 def test_tokens_follow_from_seed_and_name_and_avoid_what_is_forbidden() -> None:
@@ -191,7 +191,7 @@ def test_even_attention_adds_up() -> None:
 
 def _soak(seed: int, anywhere: AnywhereOptions | None) -> list[tuple[str, int | None, float]]:
     draw = random.Random(seed)
-    plant = Plant(PAIRS, 20, TreeOptions(policy=lru, host_bytes=40, disk_bytes=60), anywhere)
+    fixture = ModelledFixture(PAIRS, 20, TreeOptions(policy=lru, host_bytes=40, disk_bytes=60), anywhere)
     seen: list[TokenEvent] = []
     for number in range(30):
         documents = [draw.randrange(6) for _ in range(draw.randrange(4))]
@@ -202,15 +202,15 @@ def _soak(seed: int, anywhere: AnywhereOptions | None) -> list[tuple[str, int | 
             question=draw.choice((1, 5, 9)),
             length=draw.choice((4, 6)),
         )
-        plant.engine.submit(one)
+        fixture.engine.submit(one)
         if draw.random() < 0.1:
-            plant.engine.cancel(one.request_id)
+            fixture.engine.cancel(one.request_id)
         for _ in range(draw.randrange(4)):
-            seen += plant.engine.step()
-            plant.engine.check_integrity()
-        if not plant.engine.has_work:
-            plant.engine.do_idle_work()
-    return [(event.request_id, event.token_id, event.at) for event in [*seen, *plant.run()]]
+            seen += fixture.engine.step()
+            fixture.engine.check_integrity()
+        if not fixture.engine.has_work:
+            fixture.engine.do_idle_work()
+    return [(event.request_id, event.token_id, event.at) for event in [*seen, *fixture.run()]]
 
 
 @settings(deadline=None, max_examples=15)
@@ -226,13 +226,13 @@ def _soak(seed: int, anywhere: AnywhereOptions | None) -> list[tuple[str, int | 
         ]
     ),
 )
-def test_soak_with_audited_books_repeats_to_the_last_digit(seed: int, anywhere: AnywhereOptions | None) -> None:
+def test_soak_is_repeatable_and_its_blocks_are_accounted_for(seed: int, anywhere: AnywhereOptions | None) -> None:
     events = _soak(seed, anywhere)
 
     assert events == _soak(seed, anywhere)
     assert [at for *_, at in events] == sorted(at for *_, at in events)
 
 
-def test_nothing_of_it_needs_tensors() -> None:
+def test_modelled_runner_needs_no_torch() -> None:
     code = "import sys, stillroom.runner.modelled_runner, stillroom.kvstore.modelled; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

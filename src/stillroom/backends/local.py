@@ -46,7 +46,7 @@ from stillroom.models.decoder import Decoder
 from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES
@@ -222,7 +222,7 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
         ConfigError: the device does not exist, or the KV budget is too small for the model or too large for the
             device.
     """
-    model, engine, cache, num_threads = in_a_thread_that_ends(lambda: _built(config, clock, kb_folder))
+    model, engine, cache, num_threads = run_in_short_lived_thread(lambda: _built(config, clock, kb_folder))
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
     running = AsyncEngine(engine, config.runtime.max_waiting)

@@ -13,7 +13,7 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
-from stillroom.ops.rope import turn
+from stillroom.ops.rope import rerotate_keys
 
 _NUM_TOKENS = 16
 _TOLERANCE = 0.02
@@ -32,7 +32,7 @@ def check_placement(decoder: Decoder, block_size: int) -> None:
         raise _refused(f"it has room for {decoder.spec.max_positions} tokens only")
     near, far = (kv_at(decoder, first, block_size) for first in (0, last))
     for (k_LTGD, v_LTGD), (other_k_LTGD, other_v_LTGD), start, end in ((near, far, 0, last), (far, near, last, 0)):
-        turned_LTGD = turn(k_LTGD, decoder.inv_freq_LP, start, end)
+        turned_LTGD = rerotate_keys(k_LTGD, decoder.inv_freq_LP, start, end)
         worst = max(relative_error(turned_LTGD, other_k_LTGD), relative_error(v_LTGD, other_v_LTGD))
         if not worst <= _TOLERANCE:
             raise _refused(

@@ -21,7 +21,7 @@ from stillroom.core.ids import BlockId
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.layer_copies import LayerCopies
 from stillroom.ops import cpu_kernels
-from stillroom.ops.cpu_compiler import in_turn
+from stillroom.ops.cpu_compiler import serialised
 from stillroom.ops.rope import rotate
 
 logger = logging.getLogger(__name__)
@@ -226,12 +226,14 @@ class DeviceStore:
         k_from, v_from, k_to, v_to = (cpu_kernels.array(kv) for kv in (*sources, self.k_LSGD, self.v_LSGD))
         slots = _slot_array(block_ids, num_tokens, self.block_size)
         cos_LTP, sin_LTP = turns[0].numpy(), turns[1].numpy()
-        turn_into = in_turn(cpu_kernels.turn_into) if self._copies is None else cpu_kernels.turn_into_alone
+        rotate_into = (
+            serialised(cpu_kernels.rotate_into) if self._copies is None else cpu_kernels.rotate_into_single_threaded
+        )
 
         def copy(layers: slice) -> None:
             own = layers if len(cos_LTP) > 1 else slice(None)
             into = (k_to[layers], v_to[layers])
-            turn_into((k_from[layers], v_from[layers]), source_slots, into, slots, (cos_LTP[own], sin_LTP[own]))
+            rotate_into((k_from[layers], v_from[layers]), source_slots, into, slots, (cos_LTP[own], sin_LTP[own]))
 
         cpu_kernels.use_threads()
         self._carry_out(copy)

@@ -23,7 +23,7 @@ from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore, payload_of
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, read_record
 from stillroom.kvstore.record import Defect, checksum_of
-from stillroom.ops.rope import turns
+from stillroom.ops.rope import rerotation
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class TieredStore:
         elif copy.tier is Tier.DISK:
             source = self._from_disk(copy.key, copy.num_tokens)
         if source is not None:
-            by = turns(copy.num_tokens, self._inv_freq_LP, copy.first_position, first_position)
+            by = rerotation(copy.num_tokens, self._inv_freq_LP, copy.first_position, first_position)
             self.device.place(source, copy.block_ids, block_ids, by)
         num_bytes = self.device.shape.bytes_per_token * copy.num_tokens
         return self._count(copy.tier, Tier.DEVICE, None if source is None else num_bytes, start)

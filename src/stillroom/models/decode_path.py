@@ -46,9 +46,9 @@ class DecodePath:
             found.append(((layer.attention_norm.numpy(), layer.mlp_norm.numpy()), matrices, biases))
         return cls(spec, found)
 
-    def takes(self, plan: AttentionPlan | DevicePlan) -> bool:
+    def supports(self, plan: AttentionPlan | DevicePlan) -> bool:
         """Whether a step consists of a few decoding rows only."""
-        return isinstance(plan, AttentionPlan) and plan.is_rows_only and 0 < len(plan.spans) <= MAX_ROWS
+        return isinstance(plan, AttentionPlan) and plan.is_decode_only and 0 < len(plan.spans) <= MAX_ROWS
 
     def run(
         self,
@@ -59,13 +59,13 @@ class DecodePath:
     ) -> torch.Tensor:
         """Return hidden states [T, M] after all layers; `x_TM` is overwritten."""
         x: NDArray[np.float32] = x_TM.numpy()
-        turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
+        rotation = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
         slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, cpu_kernels.use_threads()
         assert isinstance(plan, AttentionPlan)
         for index, (weights, limits) in enumerate(zip(self._layers, self._limits, strict=True)):
             k_SGD, v_SGD = layer_kv(index)
             cache = (cpu_kernels.array(k_SGD), cpu_kernels.array(v_SGD))
             cpu_kernels.decode_layer(
-                x, *weights, turn, slots, cache, plan.contexts, plan.splits, limits, self._epsilon, num_threads
+                x, *weights, rotation, slots, cache, plan.contexts, plan.splits, limits, self._epsilon, num_threads
             )
         return x_TM

@@ -16,8 +16,8 @@ from stillroom.models.prefill_path import PrefillPath
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
-from stillroom.ops.attention_observers import Watch
-from stillroom.ops.cpu_compiler import in_turn
+from stillroom.ops.attention_observers import AttentionObserver
+from stillroom.ops.cpu_compiler import serialised
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
 from stillroom.ops.rows import rms_norm
 
@@ -46,15 +46,17 @@ class Decoder:
         # rounded as a tensor of the model's dtype
         self._embedding_scale = float(torch.tensor(spec.embedding_scale or 1.0, dtype=self.dtype))
 
-    @in_turn
+    @serialised
     @torch.inference_mode()
-    def hidden_states(self, packed: PackedInput, layer_kv: LayerKV, watch: Watch | None = None) -> torch.Tensor:
+    def hidden_states(
+        self, packed: PackedInput, layer_kv: LayerKV, observer: AttentionObserver | None = None
+    ) -> torch.Tensor:
         """Return the final hidden states [B, M] of the wanted rows, before the last norm.
 
         Writes this step's K (rotated) and V to their slots.
 
         Args:
-            watch: receives the queries and keys of every layer.
+            observer: receives the queries and keys of every layer.
         """
         spec = self.spec
         if self.device.type == "cpu":
@@ -65,16 +67,16 @@ class Decoder:
         rope = local_rope = cos_sin(*self._rope, packed.positions_T, self.activation_dtype)
         if spec.local_rope is not None:
             local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
-        if self._decode_path is not None and watch is None and self._decode_path.takes(packed.plan):
+        if self._decode_path is not None and observer is None and self._decode_path.supports(packed.plan):
             return self._decode_path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]
-        if self._prefill_path is not None and self._prefill_path.takes(len(x_TM)):
-            return self._prefill_path.run(x_TM, rope, packed, layer_kv, watch)
+        if self._prefill_path is not None and self._prefill_path.supports(len(x_TM)):
+            return self._prefill_path.run(x_TM, rope, packed, layer_kv, observer)
         last = len(self.weights.layers) - 1
         for index, layer in enumerate(self.weights.layers):
             kv_SGD, window = layer_kv(index), spec.windows[index]
             q_THD = self._queries(layer, x_TM, rope if window is None else local_rope, packed.slots_T, kv_SGD)
-            if watch is not None:
-                watch.see(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
+            if observer is not None:
+                observer.observe(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
             plan = packed.plan
             if index == last:
                 if not len(packed.wanted_B):
@@ -85,7 +87,7 @@ class Decoder:
             x_TM = x_TM + self._normed(self._mlp(index, x_TM), layer.post_mlp_norm)
         return x_TM
 
-    @in_turn
+    @serialised
     @torch.inference_mode()
     def logits(self, hidden_BM: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [B, V] of the tokens that follow these hidden states."""

@@ -48,7 +48,6 @@ class JsonConstraint:
 
     @panics_as_errors("llguidance")
     def advance(self, token_id: int) -> None:
-        """Append a token of the answer."""
         self._matcher.consume_token(token_id)
 
     @property

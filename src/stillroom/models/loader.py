@@ -63,7 +63,6 @@ def load_model(
 
 
 def fingerprint_of(folder: Path, decoder: Decoder, weights: Weights = "checkpoint") -> bytes:
-    """Return the 32 bytes of `LoadedModel.fingerprint`."""
     dtypes = str(decoder.dtype), str(decoder.activation_dtype)
     parts = [*WeightFiles(folder).digests(), repr(_without_lengths(decoder.spec)), *dtypes, weights]
     return hashlib.sha256("\0".join(parts).encode()).digest()

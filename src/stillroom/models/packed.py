@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from stillroom.ops.attention import AttentionPlan, AttentionSpan, only_rows
+from stillroom.ops.attention import AttentionPlan, AttentionSpan, spans_of_rows
 from stillroom.ops.device_attention import DevicePlan
 from stillroom.ops.transfer import to_device
 
@@ -37,4 +37,4 @@ class PackedInput:
         self.last_plan = self.plan
         if len(wanted) < token_ids_T.shape[0]:
             assert not isinstance(spans, DevicePlan), "a plan on the device is for all rows"
-            self.last_plan = AttentionPlan(only_rows(spans, wanted))
+            self.last_plan = AttentionPlan(spans_of_rows(spans, wanted))

@@ -14,9 +14,9 @@ from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
-from stillroom.ops.attention_observers import Watch
+from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import Floats
-from stillroom.ops.linear import is_float32_faster, least_rows_for_torch
+from stillroom.ops.linear import is_float32_faster, min_rows_for_torch
 from stillroom.ops.rows import rms_norm
 
 # T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
@@ -44,9 +44,9 @@ class PrefillPath:
                     return None
         return None if is_float32_faster() else cls(spec, layers)
 
-    def takes(self, num_tokens: int) -> bool:
+    def supports(self, num_tokens: int) -> bool:
         """Whether there are enough rows for torch's products."""
-        return num_tokens >= least_rows_for_torch()
+        return num_tokens >= min_rows_for_torch()
 
     def run(
         self,
@@ -54,18 +54,18 @@ class PrefillPath:
         rope: tuple[torch.Tensor, torch.Tensor],
         packed: PackedInput,
         layer_kv: LayerKV,
-        watch: Watch | None,
+        observer: AttentionObserver | None,
     ) -> torch.Tensor:
         """Return hidden states [B, M] of the wanted rows after all layers; `x_TM` is overwritten."""
         spec, last = self._spec, len(self._layers) - 1
-        turn = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
+        rotation = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
         slots, plan = packed.slots_T.numpy(), packed.plan
         for index, layer in enumerate(self._layers):
             kv_SGD = layer_kv(index)
-            q_THD = self._queries(layer, x_TM, turn, slots, kv_SGD)
+            q_THD = self._queries(layer, x_TM, rotation, slots, kv_SGD)
             window = spec.windows[index]
-            if watch is not None:
-                watch.see(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
+            if observer is not None:
+                observer.observe(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
             if index < last:
                 out_THD = plan.attend(q_THD, kv_SGD, spec.attention_scale, window, spec.attention_softcap)
                 x_TM.add_(F.linear(out_THD.flatten(1).to(torch.bfloat16), layer.output.weight))
@@ -82,7 +82,7 @@ class PrefillPath:
         self,
         layer: LayerWeights,
         x_TM: torch.Tensor,
-        turn: tuple[Floats, Floats],
+        rotation: tuple[Floats, Floats],
         slots: NDArray[np.int64],
         kv_SGD: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
@@ -92,7 +92,7 @@ class PrefillPath:
         qkv = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         q_THD = torch.empty((num_tokens, spec.num_heads, spec.head_dim))
         cache = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
-        cpu_kernels.rotate_and_store(cpu_kernels.array(qkv), turn, slots, cache, q_THD.numpy())
+        cpu_kernels.rotate_and_store(cpu_kernels.array(qkv), rotation, slots, cache, q_THD.numpy())
         return q_THD
 
     def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Causal grouped-query attention of packed queries over slot-addressed keys and values, and its slow twin.
+"""Causal grouped-query attention of packed queries over slot-addressed keys and values, and its reference.
 
-Each span is one sequence: its queries stand at the end of its context. Nothing is padded and nothing outside the
-context is read.
+Each span is one sequence, whose queries are the last tokens of its context. Nothing is padded, and only slots of the
+context are read.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stillroom.ops import cpu_kernels
 from stillroom.ops.device_attention import DevicePlan, has_kernels, queries_per_tile
 
-# T packed query tokens, B of them the only one of their span, Q queries of one span, K context tokens of one span,
+# T packed query tokens, B of them single queries of their span, Q queries of one span, K context tokens of one span,
 # S slots, H query heads, G key/value heads, D head dimension
 
 
@@ -27,16 +27,15 @@ class AttentionSpan:
     query_start: int
     query_end: int
     context: slice | torch.Tensor
-    """Slots of all context tokens in order of position: a slice where they are contiguous (read without a copy), else
-    int64 [K]."""
+    """Slots of all context tokens in order of position: a slice if contiguous (read without a copy), else int64 [K]."""
     num_context_tokens: int
     places: torch.Tensor | None = None
-    """int64 [Q], ascending: where in the context each query stands, the last one at its end; None: side by side there.
-    A query sees the context up to itself."""
+    """int64 [Q], ascending: index in the context of each query, of which the last is the context's last token; None:
+    the last Q tokens. A query sees the context up to itself."""
 
 
-def only_rows(spans: Sequence[AttentionSpan], rows: Sequence[int]) -> list[AttentionSpan]:
-    """Spans of these packed rows alone, packed anew: each sees what it saw, up to itself."""
+def spans_of_rows(spans: Sequence[AttentionSpan], rows: Sequence[int]) -> list[AttentionSpan]:
+    """Return one span for each of these packed rows, packed without the others; each sees the same context."""
     found: list[AttentionSpan] = []
     remaining = iter(spans)
     span = next(remaining, None)
@@ -56,17 +55,17 @@ def only_rows(spans: Sequence[AttentionSpan], rows: Sequence[int]) -> list[Atten
 
 
 class AttentionPlan:
-    """The spans of one step, with what all layers need of them: made once per step."""
+    """The spans of one step, and what all layers compute with; made once per step."""
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
         self.spans = tuple(spans)
         self._single = [span for span in self.spans if span.query_end - span.query_start == 1]
-        self._several = [span for span in self.spans if span.query_end - span.query_start > 1]
+        self._multi_query = [span for span in self.spans if span.query_end - span.query_start > 1]
         self._device_plan: DevicePlan | None = None
 
     @cached_property
     def contexts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Slots of the single queries' contexts back to back, and where each begins and ends; for the CPU kernels."""
+        """Slots of single queries' contexts back to back, and the bounds of each context [B + 1]; for CPU kernels."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
         return np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in self._single)]), starts
 
@@ -80,9 +79,9 @@ class AttentionPlan:
         return np.array([span.num_context_tokens for span in self._single], dtype=np.int64)
 
     @property
-    def is_rows_only(self) -> bool:
-        """Every sequence has one query: nothing but decoding, in order."""
-        return not self._several
+    def is_decode_only(self) -> bool:
+        """Whether every sequence has one query."""
+        return not self._multi_query
 
     def attend(
         self,
@@ -92,21 +91,21 @@ class AttentionPlan:
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention output [T, H, D].
+        """Return the attention output [T, H, D].
 
         Args:
-            kv_SGD: keys (rotated) and values of one layer, with this step's tokens written already.
+            kv_SGD: keys (rotated) and values of one layer, with this step's tokens already written.
             scale: factor on the logits, usually 1 / sqrt(D).
-            window: a query sees itself and the `window - 1` tokens before it; None: everything before it.
-            softcap: logits are squeezed into (-softcap, softcap); None: left alone.
+            window: a query sees itself and the `window - 1` tokens before it; None: all tokens before it.
+            softcap: tanh squeezes logits into (-softcap, softcap); None: logits stay as they are.
         """
         if has_kernels(q_THD.device):
             return self._on_device(q_THD, kv_SGD[0]).attend(q_THD, kv_SGD, scale, window, softcap)
         if not cpu_kernels.has_kernel(q_THD, kv_SGD[0]):
             return attend_spans(q_THD, kv_SGD, self.spans, scale, window, softcap)
-        if self.is_rows_only:
+        if self.is_decode_only:
             return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
-        out_THD = attend_spans(q_THD, kv_SGD, self._several, scale, window, softcap)
+        out_THD = attend_spans(q_THD, kv_SGD, self._multi_query, scale, window, softcap)
         if self._single:
             rows = torch.tensor([span.query_start for span in self._single])
             out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, (scale, softcap or 0.0, window or 0))
@@ -114,7 +113,7 @@ class AttentionPlan:
 
     def _on_device(self, q_THD: torch.Tensor, k_SGD: torch.Tensor) -> DevicePlan:
         if self._device_plan is None:
-            spans = [run for span in self.spans for run in _side_by_side(span)]
+            spans = [run for span in self.spans for run in _split_at_gaps(span)]
             bounds = [(span.query_start, span.query_end, span.num_context_tokens) for span in spans]
             contexts = [span.context for span in spans]
             self._device_plan = DevicePlan.of(bounds, contexts, q_THD.device, queries_per_tile(q_THD, k_SGD))
@@ -123,7 +122,6 @@ class AttentionPlan:
     def _attend_rows(
         self, q_BHD: torch.Tensor, kv_SGD: tuple[torch.Tensor, torch.Tensor], limits: tuple[float, float, int]
     ) -> torch.Tensor:
-        """All sequences that have one query, in one kernel."""
         out_BHD = torch.empty_like(q_BHD)
         kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
         limits_3 = np.array(limits, dtype=np.float32)
@@ -131,8 +129,8 @@ class AttentionPlan:
         return out_BHD
 
 
-def _side_by_side(span: AttentionSpan) -> list[AttentionSpan]:
-    """The same queries in spans without gaps, each with the beginning of the context that it sees."""
+def _split_at_gaps(span: AttentionSpan) -> list[AttentionSpan]:
+    """Split a span into spans without gaps, each with the beginning of the context that its queries see."""
     if span.places is None:
         return [span]
     places = span.places.tolist()
@@ -162,7 +160,7 @@ def attend_spans(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """`AttentionPlan.attend` one span after the other, with torch's operators; rows of no span are undefined."""
+    """Compute `AttentionPlan.attend` span by span with torch's operators; rows of no span are undefined."""
     k_SGD, v_SGD = kv_SGD
     out_THD = torch.empty_like(q_THD)
     for span in spans:
@@ -175,14 +173,14 @@ def attend_spans(
         for start in range(span.query_start, span.query_end, _ROWS_WITH_GAPS):
             rows = slice(start, min(start + _ROWS_WITH_GAPS, span.query_end))
             places_Q = span.places[rows.start - span.query_start : rows.stop - span.query_start]
-            end = int(places_Q[-1]) + 1  # nobody of these sees anything behind it
+            end = int(places_Q[-1]) + 1  # none of these queries sees later tokens
             out_THD[rows] = attend(q_THD[rows], k_KGD[:end], v_KGD[:end], scale, window, softcap, places_Q)
     return out_THD
 
 
 def _context(cache_SGD: torch.Tensor, context: slice | torch.Tensor, q_THD: torch.Tensor) -> torch.Tensor:
-    """The rows of a context: in place where they lie side by side, else a copy, in the dtype of the queries if that is
-    made on the way."""
+    """Return the rows of a context: a view of contiguous slots, else a copy, which the CPU kernel converts to
+    float32."""
     if isinstance(context, slice) or not cpu_kernels.has_kernel(q_THD, cache_SGD):
         return cache_SGD[context]
     rows_KGD = torch.empty((len(context), *cache_SGD.shape[1:]))
@@ -199,18 +197,18 @@ def attend(  # noqa: PLR0913  as torch's own
     softcap: float | None = None,
     places_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of some of K tokens over all K, [Q, H, D]: of the last Q, or of those at `places_Q`."""
+    """Return attention [Q, H, D] over K tokens of the last Q of them, or of those at `places_Q`."""
     num_queries, num_keys = q_QHD.shape[0], k_KGD.shape[0]
     if places_Q is None and window is not None and num_keys > window + num_queries - 1:
-        first = num_keys - window - num_queries + 1  # nobody sees anything before it
+        first = num_keys - window - num_queries + 1  # no query sees earlier tokens
         k_KGD, v_KGD, num_keys = k_KGD[first:], v_KGD[first:], num_keys - first
-    # on a CPU queries are float32, at which its attention is fastest
+    # on a CPU queries are float32, for which torch's attention is fastest
     k_KGD, v_KGD = k_KGD.to(q_QHD.dtype), v_KGD.to(q_QHD.dtype)
     if softcap is not None:
         return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap, places_Q)
     mask = None
     is_causal = num_queries == num_keys > 1 and (window is None or num_keys <= window)
-    is_cut = places_Q is None or window is None or num_keys <= window  # all that is left is seen by the last query
+    is_cut = places_Q is None or window is None or num_keys <= window  # the last query sees all keys that are left
     if (num_queries > 1 and not is_causal) or not is_cut:
         mask = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
     out_HQD = F.scaled_dot_product_attention(
@@ -234,7 +232,7 @@ def attend_capped(  # noqa: PLR0913  as `attend`
     softcap: float,
     places_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend` with capped logits, which no fused kernel computes: [H, Q, K] logits in float32 exist for a while."""
+    """Compute `attend` with capped logits, for which torch has no fused kernel: allocates float32 [H, Q, K] logits."""
     (num_queries, _, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
     q_GNQD = (q_QHD * scale).transpose(0, 1).reshape(num_kv_heads, -1, num_queries, head_dim)
     k_G1DK, v_G1KD = k_KGD.permute(1, 2, 0)[:, None], v_KGD.transpose(0, 1)[:, None]
@@ -247,26 +245,25 @@ def attend_capped(  # noqa: PLR0913  as `attend`
 
 
 _ROWS_WITH_GAPS = 64
-"""Queries with gaps between them that are attended at a time: few enough to leave out what is behind all of them."""
+"""Queries with gaps that are computed at a time; few, so that tokens after all of them are left out."""
 
 
 def _mask(
     num_queries: int, num_keys: int, window: int | None, device: torch.device, places_Q: torch.Tensor | None
 ) -> torch.Tensor:
-    """Bool [Q, K]: whether a query may look at a key."""
     if places_Q is None:
-        return visible(num_queries, num_keys, window, device)
-    return visible_from(places_Q, num_keys, window)
+        return causal_mask(num_queries, num_keys, window, device)
+    return causal_mask_at(places_Q, num_keys, window)
 
 
 @lru_cache(maxsize=4)
-def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Bool [Q, K]: whether a query, one of the last Q tokens, may look at a key."""
-    return visible_from(torch.arange(num_keys - num_queries, num_keys, device=device), num_keys, window)
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return bool [Q, K]: whether each of the last Q tokens sees each key."""
+    return causal_mask_at(torch.arange(num_keys - num_queries, num_keys, device=device), num_keys, window)
 
 
-def visible_from(places_Q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
-    """Bool [Q, K]: whether a query, a token at one of these places, may look at a key."""
+def causal_mask_at(places_Q: torch.Tensor, num_keys: int, window: int | None) -> torch.Tensor:
+    """Return bool [Q, K]: whether the tokens at these places see each key."""
     keys_1K, places_Q1 = torch.arange(num_keys, device=places_Q.device)[None, :], places_Q[:, None]
     seen = keys_1K <= places_Q1
     return seen if window is None else seen & (keys_1K > places_Q1 - window)
@@ -280,7 +277,7 @@ def attend_reference(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The slow twin of `attend`: one query and one head at a time, in float64."""
+    """Reference of `attend`: one query and one head at a time, in float64."""
     num_queries, num_heads, _ = q_QHD.shape
     num_keys, num_kv_heads, _ = k_KGD.shape
     out_QHD = torch.empty_like(q_QHD)

@@ -1,30 +1,30 @@
-"""Where attention falls: what each query pays to groups of keys and to its own, and what each key receives.
+"""Attention mass: what each query pays to groups of keys and to its own key, and what each key receives.
 
-Cache-Craft's inter and intra (Eq. 3, 4, 14, 15) are sums of such rows, H2O's heavy hitters are the keys that receive
-most. Of the attention matrix a tile of queries is there at a time, the mean over heads of which is all that is kept.
+Cache-Craft's inter and intra attention (Eq. 3, 4, 14, 15) are sums of such rows; H2O's heavy hitters are the keys that
+receive most. The attention matrix is computed a tile of queries at a time, and only its mean over heads is kept.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from stillroom.ops.attention import visible_from
+from stillroom.ops.attention import causal_mask_at
 
 # Q queries, K keys, H query heads, G key/value heads, D head dimension, M groups of keys
 
 _LOGITS_PER_TILE = 2**24
-"""Queries are taken so many at a time that all heads' logits are no more: 64 MiB."""
+"""Bound on the logits of all heads in a tile of queries: 64 MiB."""
 
 
 class AttentionFlow(NamedTuple):
     """Means over heads, float32."""
 
     paid_QM: torch.Tensor
-    """What each query pays to each group of keys, its own key left out."""
+    """Mass that each query pays to each group of keys, without its own key."""
     own_Q: torch.Tensor
-    """What each pays to its own key; Cache-Craft's Eq. 4 does not count it (k < l)."""
+    """Mass that each query pays to its own key; Cache-Craft's Eq. 4 does not count it (k < l)."""
     received_K: torch.Tensor
-    """What each key receives from all queries together."""
+    """Mass that each key receives from all queries together."""
 
 
 def attention_flow(  # noqa: PLR0913  attention has that many parts
@@ -37,13 +37,13 @@ def attention_flow(  # noqa: PLR0913  attention has that many parts
     window: int | None = None,
     softcap: float | None = None,
 ) -> AttentionFlow:
-    """A query's row and its own key sum to 1 if all keys that it sees are in groups.
+    """Measure attention mass; a query's row and its own key sum to 1 if all keys that it sees are in groups.
 
     Args:
-        k_KGD: rotated as the queries are.
+        k_KGD: rotated keys.
         groups_K: int64, in [0, num_groups), or -1 for a key of no group.
         scale, window, softcap: as in `AttentionPlan.attend`.
-        places_Q: int64, the index of each query's own key; it sees none after that.
+        places_Q: int64, the index of each query's own key, the last key that it sees.
     """
     members_KM = one_hot(groups_K, num_groups)
     received_K = torch.zeros(len(k_KGD), device=q_QHD.device)
@@ -68,18 +68,18 @@ def mean_weights(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention weights of queries at these places over all K keys, mean over heads, float32 [Q, K]."""
+    """Return attention weights of queries at these places over all K keys, mean over heads, float32 [Q, K]."""
     (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
     q_GND = (q_QHD.float() * scale).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
     logits_HQK = (q_GND @ k_KGD.float().permute(1, 2, 0)).view(num_heads, num_queries, num_keys)
     if softcap is not None:
         logits_HQK = torch.tanh(logits_HQK / softcap) * softcap
-    seen_QK = visible_from(places_Q, num_keys, window)
+    seen_QK = causal_mask_at(places_Q, num_keys, window)
     return torch.softmax(logits_HQK.masked_fill_(~seen_QK, -torch.inf), dim=-1).mean(0)
 
 
 def one_hot(groups_K: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Membership [K, num_groups], float32: 1 in a key's group, a row of 0 for a key of none."""
+    """Return membership [K, num_groups], float32: 1 in a key's group, a row of 0 for a key of no group."""
     return (groups_K[:, None] == torch.arange(num_groups, device=groups_K.device)).float()
 
 
@@ -91,10 +91,10 @@ def attention_weights_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The whole attention matrix [H, Q, K] in float64, one row and one head at a time: the slow twin of all of this.
+    """Reference: the whole attention matrix [H, Q, K] in float64, one row and one head at a time.
 
     Args:
-        places_Q: None: the queries are the last ones.
+        places_Q: None: the queries are the last tokens.
     """
     (num_queries, num_heads, _), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
     weights_HQK = torch.zeros((num_heads, num_queries, num_keys), dtype=torch.float64)

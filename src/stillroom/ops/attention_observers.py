@@ -1,6 +1,6 @@
-"""What tokens attend to, layer by layer, seen from within a step: looks of a question, and masses between chunks.
+"""Observers of attention during a step: shares in a query pass, and attention mass between chunks.
 
-Explicit weights of few queries exist for a moment, one layer at a time. The slow twin is
+Explicit weights of a few queries exist for one layer at a time. Reference:
 `attention_mass.attention_weights_reference`.
 """
 
@@ -19,36 +19,35 @@ from stillroom.ops.attention_mass import attention_flow, mean_weights
 # G key/value heads, D head dimension
 
 
-NUM_WATCHED = 16
-"""Queries of a look that are watched: its last ones. What is attended to costs as much as attention itself."""
+NUM_OBSERVED = 16
+"""Last queries of a query pass that are observed; observing costs as much as attention itself."""
 
 
-class Watch(Protocol):
-    """Is shown the queries and keys of every layer."""
+class AttentionObserver(Protocol):
+    """Receives the queries and keys of every layer."""
 
-    def see(
+    def observe(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> None:
-        """One layer, its keys written already; arguments as for `AttentionPlan.attend`."""
+        """Observe one layer, whose keys are already written; arguments as for `AttentionPlan.attend`."""
         ...
 
 
-class Watches:
-    """Several."""
+class AttentionObservers:
+    """Passes each layer to several observers."""
 
-    def __init__(self, watches: Sequence[Watch]) -> None:
-        self._watches = watches
+    def __init__(self, observers: Sequence[AttentionObserver]) -> None:
+        self._watches = observers
 
-    def see(
+    def observe(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> None:
-        """See `Watch.see`."""
-        for watch in self._watches:
-            watch.see(q_THD, k_SGD, scale, window, softcap)
+        for observer in self._watches:
+            observer.observe(q_THD, k_SGD, scale, window, softcap)
 
 
-class MassWatch:
-    """What some queries of a span pay to groups of its context (Cache-Craft Eq. 3); adds up over layers."""
+class MassObserver:
+    """Sums over layers what some queries of a span pay to groups of its context (Cache-Craft Eq. 3)."""
 
     def __init__(self, span: AttentionSpan, mass_request: MassRequest) -> None:
         self._span = span
@@ -60,10 +59,9 @@ class MassWatch:
         self._sums: list[torch.Tensor] = []
         self._num_layers = 0
 
-    def see(
+    def observe(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> None:
-        """See `Watch.see`."""
         device = q_THD.device
         q_QHD = q_THD[self._rows.to(device) + self._span.query_start]
         groups_K, places_Q = self._groups_K.to(device), self._places_Q.to(device)
@@ -76,32 +74,34 @@ class MassWatch:
         self._num_layers += 1
 
     def masses(self) -> AttentionMasses:
-        """Means over heads and layers. After at least one layer."""
+        """Return means over heads and layers. Precondition: at least one layer was observed."""
         paid, own, received = ((total / self._num_layers).cpu().numpy() for total in self._sums)
         return AttentionMasses(paid, own, received)
 
 
-class AttentionWatch:
-    """Of some spans of one step, layer by layer."""
+class QueryPassObserver:
+    """Collects the shares of attention of some spans of one step."""
 
     def __init__(self, spans: Sequence[AttentionSpan]) -> None:
-        """Args: spans: whose queries stand side by side at the end of their contexts."""
+        """
+        Args:
+            spans: spans without gaps between queries.
+        """
         assert all(span.places is None for span in spans)
         self._spans = tuple(spans)
         self._layers: list[list[torch.Tensor]] = [[] for _ in spans]
 
-    def see(
+    def observe(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> None:
-        """See `Watch.see`."""
         for span, layers in zip(self._spans, self._layers, strict=True):
-            rows = slice(max(span.query_start, span.query_end - NUM_WATCHED), span.query_end)
+            rows = slice(max(span.query_start, span.query_end - NUM_OBSERVED), span.query_end)
             size = span.num_context_tokens
             places_Q = torch.arange(size - (rows.stop - rows.start), size, device=q_THD.device)
             weights_QK = mean_weights(q_THD[rows], k_SGD[span.context], scale, places_Q, window, softcap)
             layers.append(torch.stack((weights_QK[-1], weights_QK.mean(0))))
 
     def shares(self) -> list[NDArray[np.float32]]:
-        """Of each span, [L, 2, K]: attention of its last query, and of the watched ones in the mean; means over
+        """Return for each span [L, 2, K]: attention of its last query, and the mean of its observed queries; means over
         heads."""
         return [torch.stack(layers).cpu().numpy() for layers in self._layers]

@@ -1,11 +1,11 @@
-"""The search of an HNSW graph, compiled so that it can be paused and resumed.
+"""Compiled search of an HNSW graph that can be paused and resumed.
 
 Algorithms 2 and 5 of Malkov and Yashunin (2018), on the arrays of faiss. The beam holds the best rows seen so far, best
-first; of equal scores the lower row is the better one. A step expands the best row that has not been expanded yet: it
-scores those of its neighbours that nobody has seen. When none is left to expand, the beam is the answer.
+first; ties go to the lower row. A step expands the best row that is not expanded yet: it scores the neighbours that are
+not marked as seen. When every row is expanded, the beam is the answer.
 
-A list is an array of numbers that sort as its rows do: the score, turned round, in the upper half; then the row, and in
-the lowest bit whether it was expanded. The slow twin: tests/ops/test_cpu_graph_walk.py.
+A list is an array of keys that sort as its rows do: the negated score in the upper half, then the row, and in the
+lowest bit whether the row is expanded. Reference: tests/ops/test_cpu_graph_walk.py.
 """
 
 from typing import Any
@@ -19,22 +19,21 @@ from stillroom.ops.cpu_compiler import Floats, as_bits, kernel
 
 SEEN = np.uint8(1)
 HIDDEN = np.uint8(2)
-"""A row that is walked over and never a result."""
+"""A row that may be expanded and is never a result."""
 
 _EXPANDED = 1
 _LOW_31 = 0x7FFFFFFF
 
 
 def rows_of(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows of a list."""
     return (keys >> 1) & _LOW_31
 
 
 @kernel
 def _key(score: Any, row: int) -> Any:
-    """Smaller for a higher score, and for a lower row where scores are equal."""
+    """Return a key that is smaller for a higher score, and for a lower row at equal scores."""
     bits = np.int64(np.int32(as_bits(score)))
-    ascending = bits ^ ((bits >> 63) & _LOW_31)  # the bits of negative numbers run backward
+    ascending = bits ^ ((bits >> 63) & _LOW_31)  # bits of negative floats descend
     return (~ascending << 32) | (row << 1)
 
 
@@ -48,7 +47,7 @@ def _dot(query: Floats, vectors: Floats, row: int) -> Any:
 
 @kernel
 def _score(query: Floats, vectors: Floats, rows: Any, num_rows: int, scores: Floats) -> None:
-    """Of the first rows [num_rows]; four at a time, so that the processor waits for four rows of memory at once."""
+    """Score the first `num_rows` rows, four at a time, so that four reads from memory overlap."""
     num_in_fours = num_rows - num_rows % 4
     for start in range(0, num_in_fours, 4):
         a, b, c, d = rows[start], rows[start + 1], rows[start + 2], rows[start + 3]
@@ -66,10 +65,10 @@ def _score(query: Floats, vectors: Floats, rows: Any, num_rows: int, scores: Flo
 
 @kernel
 def _insert(keys: Any, count: int, key: int) -> int:
-    """Put a key into a list of `count`, of which the last falls out where it is full.
+    """Insert a key into a sorted list of `count`; a full list drops its last key.
 
     Returns:
-        Its place; the list's length where it is not good enough.
+        The key's index; `count` if the list is full and the key comes after all of it.
     """
     if count == len(keys) and key > keys[count - 1]:
         return count
@@ -87,8 +86,8 @@ def _insert(keys: Any, count: int, key: int) -> int:
 
 
 @kernel
-def _take(lists: Any, marks: Any, score: Any, row: int) -> int:
-    """Put a row into the beam and among the results; returns its place in the beam, as `_insert`."""
+def _add_row(lists: Any, marks: Any, score: Any, row: int) -> int:
+    """Insert a row into the beam and the results; returns its index in the beam, as `_insert`."""
     beam, found, counts = lists
     key = _key(score, row)
     if len(found) > 0 and not marks[row] & HIDDEN:
@@ -99,7 +98,7 @@ def _take(lists: Any, marks: Any, score: Any, row: int) -> int:
 
 
 @kernel
-def _first_open(beam: Any, start: int, count: int) -> int:
+def _first_unexpanded(beam: Any, start: int, count: int) -> int:
     while start < count and beam[start] & _EXPANDED:
         start += 1
     return start
@@ -107,7 +106,7 @@ def _first_open(beam: Any, start: int, count: int) -> int:
 
 @kernel
 def _nearest_above(query: Floats, graph: Any, row: Any, level: int) -> Any:
-    """Walk down to level 0, at each level to the row that is nearer than all its neighbours."""
+    """Descend greedily to level 0; returns the row that is nearer than its neighbours on the level above."""
     vectors, neighbours, offsets, level_starts = graph
     best = _dot(query, vectors, row)
     while level > 0:
@@ -126,40 +125,40 @@ def _nearest_above(query: Floats, graph: Any, row: Any, level: int) -> Any:
 
 @kernel
 def enter(query: Floats, graph: Any, entry: Any, lists: Any, marks: Any) -> None:
-    """Start a walk: the beam holds the row of level 0 at which it begins. Arguments as those of `walk`.
+    """Start a walk: put its first row on level 0 into the beam. Arguments as for `walk`.
 
     Args:
-        entry: row and level of the graph's entry.
+        entry: row and level of the graph's entry point.
     """
     row = _nearest_above(query, graph, entry[0], entry[1])
-    _take(lists, marks, _dot(query, graph[0], row), row)
+    _add_row(lists, marks, _dot(query, graph[0], row), row)
     marks[row] |= SEEN
 
 
 @kernel
 def walk(query: Floats, graph: Any, lists: Any, marks: Any, num_steps: int) -> bool:
-    """Up to `num_steps` steps on.
+    """Run up to `num_steps` steps.
 
     Args:
         query: [D]
-        graph: vectors [N, D]; neighbours of all rows and levels, int32, -1 fills up; where each row's begin [N + 1];
-            where each level's begin among them.
-        lists: the beam [E]; the best that are not hidden [K], where any are; how many there are in both [2].
-        marks: [N], of `SEEN` and `HIDDEN`.
+        graph: vectors [N, D]; neighbours of all rows and levels, int32, padded with -1; start of each row's neighbours
+            [N + 1]; start of each level's neighbours among them.
+        lists: the beam [E]; the best rows that are not hidden [K], empty if no row is hidden; the length of both [2].
+        marks: [N], flags `SEEN` and `HIDDEN`.
 
     Returns:
-        Whether the walk is at its end.
+        Whether the walk has ended.
     """
     vectors, neighbours, offsets, level_starts = graph
     beam, _, counts = lists
     width = level_starts[1]
     fresh, scores = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.float32)
-    next_open = _first_open(beam, 0, counts[0])
+    next_unexpanded = _first_unexpanded(beam, 0, counts[0])
     for _ in range(num_steps):
-        if next_open == counts[0]:
+        if next_unexpanded == counts[0]:
             break
-        row = (beam[next_open] >> 1) & _LOW_31
-        beam[next_open] |= _EXPANDED
+        row = (beam[next_unexpanded] >> 1) & _LOW_31
+        beam[next_unexpanded] |= _EXPANDED
         num_fresh = 0
         for at in range(offsets[row], offsets[row] + width):
             neighbour = np.int64(neighbours[at])
@@ -171,6 +170,6 @@ def walk(query: Floats, graph: Any, lists: Any, marks: Any, num_steps: int) -> b
                 num_fresh += 1
         _score(query, vectors, fresh, num_fresh, scores)
         for at in range(num_fresh):
-            next_open = min(next_open, _take(lists, marks, scores[at], fresh[at]))
-        next_open = _first_open(beam, next_open, counts[0])
-    return bool(next_open == counts[0])
+            next_unexpanded = min(next_unexpanded, _add_row(lists, marks, scores[at], fresh[at]))
+        next_unexpanded = _first_unexpanded(beam, next_unexpanded, counts[0])
+    return bool(next_unexpanded == counts[0])

@@ -1,7 +1,7 @@
-"""Hot loops of the decoder on a CPU, compiled by numba: what torch spends ten small operators on, or reads twice.
+"""Hot loops of the decoder on a CPU, compiled by numba, in place of sequences of small torch operators.
 
-Activations are float32; weights, keys and values may be bfloat16, which numba knows as its bits (uint16, or two in a
-uint32). Every kernel has a slow twin in tests/ops/test_cpu_kernels.py, and the torch path beside it computes the same.
+Activations are float32; weights, keys and values may be bfloat16, which numba sees as bits (uint16, or two in a
+uint32). tests/ops/test_cpu_kernels.py has a reference of every kernel, and the torch path computes the same numbers.
 The result does not depend on the number of threads. Products with weights: `cpu_products`.
 """
 
@@ -20,18 +20,17 @@ from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
 # T tokens, H query heads, G key/value heads, D head dimension, S slots
 
 SPLIT = 64
-"""Context tokens per task of `attend_rows`: enough work for a task, enough tasks for the threads."""
-
+"""Context tokens per task of `attend_rows`."""
 
 _BIAS = np.int32(127)
 _MANTISSA = np.int32(23)
 
 
 def use_threads() -> int:
-    """Make this thread's kernels run on as many threads as its torch operators; returns how many.
+    """Give this thread's kernels as many threads as its torch operators have; returns the number.
 
-    The first call in a process starts numba's threads. That sets OpenMP's number for the calling thread, which torch
-    shares, to all cores; so torch's own number is set again.
+    The first call in a process starts numba's threads. That sets OpenMP's thread number of the calling thread, which
+    torch shares, to all cores; so torch's number is set again.
     """
     of_torch = torch.get_num_threads()
     num_threads = min(of_torch, int(numba.config.NUMBA_NUM_THREADS))
@@ -42,13 +41,13 @@ def use_threads() -> int:
 
 
 def has_kernel(activations: torch.Tensor, cache: torch.Tensor) -> bool:
-    """Whether the kernels take these activations and this KV cache."""
+    """Whether the kernels support these activations and this KV cache."""
     is_cpu = activations.device.type == "cpu" and activations.dtype == torch.float32
     return is_cpu and cache.dtype in (torch.float32, torch.bfloat16)
 
 
 def array(cache: torch.Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """A tensor's memory as the kernels know it."""
+    """Return a tensor's memory as the kernels read it: float32, or the bits of bfloat16."""
     found: NDArray[np.float32] | NDArray[np.uint16]
     found = cache.view(torch.uint16).numpy() if cache.dtype == torch.bfloat16 else cache.numpy()
     return found
@@ -56,7 +55,7 @@ def array(cache: torch.Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
 
 @kernel
 def _exp(x: Any) -> Any:
-    """exp in float32 within 2 ulp, in operations that the compiler can do for 16 numbers at a time (Cephes' expf)."""
+    """exp in float32 within 2 ulp, in operations that the compiler vectorises (Cephes' expf)."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
@@ -71,8 +70,8 @@ def _exp(x: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """float32 of an element of a cache: itself, or of a bfloat16's bits."""
-    raise NotImplementedError  # only compiled code has it
+    """Return an element of a cache, float32 or the bits of a bfloat16, as float32."""
+    raise NotImplementedError  # implemented by the overload in compiled code
 
 
 @overload(_read)
@@ -91,8 +90,8 @@ def _compiled_read(value: Any) -> Any:
 
 
 def _write(row: Any, index: Any, value: Any) -> Any:
-    """Put a float32 into a row of a cache, as bfloat16 rounded to the nearest (ties to even) where that is its type."""
-    raise NotImplementedError  # only compiled code has it
+    """Store a float32 in a row of a cache; a bfloat16 is rounded to nearest, ties to even."""
+    raise NotImplementedError  # implemented by the overload in compiled code
 
 
 @overload(_write)
@@ -113,7 +112,7 @@ def _compiled_write(row: Any, index: Any, value: Any) -> Any:
 
 @parallel_kernel
 def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Any) -> None:
-    """x / sqrt(mean(x^2) + epsilon) * weight, row by row; rounded where the result is bfloat16."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, row by row; the output is float32 or bfloat16."""
     num_rows, width = x_TM.shape
     for row in numba.prange(num_rows):
         x, out = x_TM[row], out_TM[row]
@@ -127,7 +126,7 @@ def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Any) -> Non
 
 @parallel_kernel
 def silu_gate(gate_up: Any, out: Any) -> None:
-    """silu(gate) * up, where a row of [T, 2 * I] is gate, then up; float32 or bfloat16, each."""
+    """silu(gate) * up, where a row of `gate_up` [T, 2 * I] is gate, then up; both are float32 or bfloat16."""
     num_rows, width = out.shape
     for row in numba.prange(num_rows):
         gate, up, result = gate_up[row, :width], gate_up[row, width:], out[row]
@@ -142,7 +141,7 @@ def rotate_and_store(
 ) -> None:
     """Rotate queries and keys of `qkv` [T, H + 2 G, D]; queries go to `q_THD`, keys and values to their slots.
 
-    cos and sin are [T, P]: one for each pair of dimensions (i, i + P); those beyond 2 P stay as they are.
+    cos and sin are [T, P], one for each pair of dimensions (i, i + P); dimensions from 2 P on are copied.
     """
     num_rows, num_heads, head_dim = q_THD.shape
     cos_TP, sin_TP = cos_sin
@@ -172,7 +171,7 @@ def rotate_and_store(
 
 @parallel_kernel
 def gather_wide(cache: Any, slots: Any, out_KGD: Floats) -> None:
-    """The rows of a cache [S, G, D] at these slots, as float32."""
+    """Copy rows of a cache [S, G, D] at these slots, as float32."""
     num_heads, head_dim = out_KGD.shape[1], out_KGD.shape[2]
     for row in numba.prange(len(slots)):
         found, out = cache[slots[row]], out_KGD[row]
@@ -182,12 +181,12 @@ def gather_wide(cache: Any, slots: Any, out_KGD: Floats) -> None:
 
 
 @inlined
-def _turn_row(  # noqa: PLR0913  inlined: there is no call
-    sources: Any, source_slots: Any, targets: Any, target_slots: Any, turn: Any, layer: Any, row: Any
+def _rotate_row(  # noqa: PLR0913  inlined: there is no call
+    sources: Any, source_slots: Any, targets: Any, target_slots: Any, rotation: Any, layer: Any, row: Any
 ) -> None:
     k_from, v_from = sources
     k_to, v_to = targets
-    cos_LTP, sin_LTP = turn
+    cos_LTP, sin_LTP = rotation
     num_heads, head_dim, half = k_from.shape[2], k_from.shape[3], cos_LTP.shape[2]
     own = layer if cos_LTP.shape[0] > 1 else 0
     cos, sin = cos_LTP[own, row], sin_LTP[own, row]
@@ -205,26 +204,26 @@ def _turn_row(  # noqa: PLR0913  inlined: there is no call
 
 
 @parallel_kernel
-def turn_into(
-    sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, turn: Any
+def rotate_into(
+    sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, rotation: Any
 ) -> None:
-    """Copy rows of K and V of all layers, each [L, S, G, D], from slots to slots, the keys turned on the way.
+    """Copy rows of K and V of all layers, each [L, S, G, D], from slots to slots, and rotate the keys.
 
-    cos and sin in `turn` are [L, T, P], or [1, T, P] where all layers turn alike.
+    cos and sin in `rotation` are [L, T, P], or [1, T, P] if all layers rotate alike.
     """
     num_rows = len(source_slots)
     for task in numba.prange(sources[0].shape[0] * num_rows):
-        _turn_row(sources, source_slots, targets, target_slots, turn, task // num_rows, task % num_rows)
+        _rotate_row(sources, source_slots, targets, target_slots, rotation, task // num_rows, task % num_rows)
 
 
 @kernel
-def turn_into_alone(
-    sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, turn: Any
+def rotate_into_single_threaded(
+    sources: tuple[Bits, Bits], source_slots: Any, targets: tuple[Bits, Bits], target_slots: Any, rotation: Any
 ) -> None:
-    """The same on one thread, while others run kernels: not all of numba's thread pools serve two at a time."""
+    """As `rotate_into`, on one thread, while other threads run kernels: some thread pools of numba serve one only."""
     for layer in range(sources[0].shape[0]):
         for row in range(len(source_slots)):
-            _turn_row(sources, source_slots, targets, target_slots, turn, layer, row)
+            _rotate_row(sources, source_slots, targets, target_slots, rotation, layer, row)
 
 
 @parallel_kernel
@@ -236,11 +235,11 @@ def attend_rows(  # noqa: C901  a kernel is one function
     limits: Any,
     out_BHD: Floats,
 ) -> None:
-    """Attention of one query per sequence over its context (flash decoding: splits of the context, then merged).
+    """Attention of one query per sequence over its context (flash decoding: splits are computed, then merged).
 
     Args:
-        contexts: slots of all contexts back to back, and where each begins and ends [B + 1].
-        splits: of `split_contexts`.
+        contexts: slots of all contexts back to back, and their bounds [B + 1].
+        splits: from `split_contexts`.
         limits: float32 (scale, soft cap or 0, window or 0).
     """
     num_heads, head_dim = q_BHD.shape[1], q_BHD.shape[2]
@@ -259,7 +258,7 @@ def attend_rows(  # noqa: C901  a kernel is one function
         if window > 0:
             first = max(first, starts[sequence + 1] - window)
         weights, row = np.empty((num_heads, SPLIT), np.float32), np.empty(head_dim, np.float32)
-        for at in range(first, end):  # the keys of a token lie side by side, and are read once
+        for at in range(first, end):  # the keys of a token are contiguous, and are read once
             slot = slots[at]
             for group in range(num_kv_heads):
                 for i in range(head_dim):
@@ -315,7 +314,7 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     norms: tuple[Floats, Floats],
     matrices: tuple[Bits, Bits, Bits, Bits],
     biases: tuple[Floats, Floats, Floats, Floats],
-    turn: tuple[Floats, Floats],
+    rotation: tuple[Floats, Floats],
     slots_T: Any,
     cache: tuple[Bits, Bits],
     contexts: tuple[Any, Any],
@@ -324,10 +323,10 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     epsilon: float,
     num_threads: int,
 ) -> None:
-    """A whole layer of the plain kind for rows that are each the only one of their sequence; x is changed in place.
+    """Compute a plain layer for single rows of sequences; `x_TM` is changed in place.
 
-    The other kernels one after the other, without Python in between. Matrices and biases: qkv, output, gate and up,
-    down; the rest as for those kernels.
+    Runs the other kernels without Python in between. Matrices and biases: qkv, output, gate and up, down; other
+    arguments as for those kernels.
     """
     num_rows = x_TM.shape[0]
     num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[2]
@@ -336,7 +335,7 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     qkv = product(normed_TM, matrices[0], biases[0], num_threads)
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = np.empty((num_rows, num_heads, head_dim), np.float32)
-    rotate_and_store(qkv.reshape((num_rows, num_heads + 2 * num_kv_heads, head_dim)), turn, slots_T, cache, q_THD)
+    rotate_and_store(qkv.reshape((num_rows, num_heads + 2 * num_kv_heads, head_dim)), rotation, slots_T, cache, q_THD)
     out_THD = np.empty_like(q_THD)
     attend_rows(q_THD, cache, contexts, splits, limits, out_THD)
     x_TM += product(out_THD.reshape((num_rows, num_heads * head_dim)), matrices[1], biases[1], num_threads)
@@ -348,8 +347,12 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
 
 
 def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tasks of `attend_rows` for contexts of these lengths: sequence and first context token of each split of
-    `SPLIT` tokens [n, 2], in order; and which tasks belong to which sequence [B + 1]."""
+    """Return the tasks of `attend_rows` for contexts of these lengths.
+
+    Returns:
+        Sequence and first context token of each split of `SPLIT` tokens [n, 2], in order, and the bounds of each
+        sequence's tasks [B + 1].
+    """
     counts = -(-lengths // SPLIT)
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     sequences = np.repeat(np.arange(len(lengths)), counts)
@@ -358,10 +361,9 @@ def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArr
 
 
 def compile_all() -> None:
-    """Compile what plain models in float32 and bfloat16 need, so that nobody has to wait for it later. Takes some ten
-    seconds where it has never been done, and a moment elsewhere."""
+    """Compile the kernels of plain models in float32 and bfloat16. Takes about ten seconds without a cache."""
     num_threads, head_dim, slots = use_threads(), 2, np.zeros(1, np.int64)
-    turn, limits = (np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)), np.array([1, 0, 0], np.float32)
+    rotation, limits = (np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)), np.array([1, 0, 0], np.float32)
     contexts, splits = (slots, np.array([0, 1])), split_contexts(np.array([1]))
     x, q = np.ones((1, head_dim), np.float32), np.ones((1, 1, head_dim), np.float32)
     norm, bias, tall = x[0].copy(), np.empty(0, np.float32), np.ones((2 * head_dim, head_dim), np.float32)
@@ -383,13 +385,15 @@ def compile_all() -> None:
         else:
             linear_bfloat16(x, weight, out, num_threads)
         for dtype in {np.float32, kv.dtype.type}:
-            rotate_and_store(np.ones((1, 3, head_dim), dtype), turn, slots, (kv, kv.copy()), np.empty_like(q))
+            rotate_and_store(np.ones((1, 3, head_dim), dtype), rotation, slots, (kv, kv.copy()), np.empty_like(q))
         gather_wide(kv, slots, np.empty_like(q))
         layers = (kv[None], kv[None].copy())
-        for place in (turn_into, turn_into_alone):
-            place(layers, slots, layers, slots, (turn[0][None], turn[1][None]))
+        for place in (rotate_into, rotate_into_single_threaded):
+            place(layers, slots, layers, slots, (rotation[0][None], rotation[1][None]))
         attend_rows(q, (kv, kv.copy()), contexts, splits, limits, np.empty_like(q))
         matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))
         cache = (kv, kv.copy())
         biases = (bias, bias, bias, bias)
-        decode_layer(x, (norm, norm), matrices, biases, turn, slots, cache, contexts, splits, limits, 1e-5, num_threads)
+        decode_layer(
+            x, (norm, norm), matrices, biases, rotation, slots, cache, contexts, splits, limits, 1e-5, num_threads
+        )

@@ -1,8 +1,8 @@
-"""Products of a few rows with weights, on a CPU. Each weight is read once, and where it lies.
+"""Compiled products of a few rows with weights on a CPU, which read each weight once.
 
-Bound by memory, which is read fastest in several streams far apart: a thread goes through parts of the matrix side by
-side, four for one row, two for four rows (missing rows are zeros: they cost less than reading again). The slow twins
-are in tests/ops/test_cpu_kernels.py.
+They are bound by memory, which is read fastest in several distant streams: a thread reads parts of the matrix side by
+side, four for one row, two for four rows (missing rows are zeros, which costs less than a second read). References are
+in tests/ops/test_cpu_kernels.py.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from numba.extending import overload
 
 from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_float, inlined, parallel_kernel
 
-# T tokens, R the same and rows of zeros up to a multiple of four, N outputs, M inputs
+# T tokens, R tokens padded with zeros to a multiple of four, N outputs, M inputs
 
 _HIGH = np.uint32(0xFFFF0000)
 
@@ -43,7 +43,7 @@ def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int
                     b += as_float(w1[i] << SIXTEEN) * e[i] + as_float(w1[i] & _HIGH) * o[i]
                     c += as_float(w2[i] << SIXTEEN) * e[i] + as_float(w2[i] & _HIGH) * o[i]
                     d += as_float(w3[i] << SIXTEEN) * e[i] + as_float(w3[i] & _HIGH) * o[i]
-                # past the end the last output is computed again, to the same value
+                # past the end, the last output is computed again
                 out_TN[0, n], out_TN[0, n1], out_TN[0, n2], out_TN[0, n3] = a, b, c, d
         return
     part = (num_outputs + 1) // 2
@@ -67,16 +67,16 @@ def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int
                     b1 += low1 * e1[i] + high1 * o1[i]
                     c1 += low1 * e2[i] + high1 * o2[i]
                     d1 += low1 * e3[i] + high1 * o3[i]
-                _put_four(out_TN, row, n, (a0, b0, c0, d0))
-                _put_four(out_TN, row, other, (a1, b1, c1, d1))
+                _store_four(out_TN, row, n, (a0, b0, c0, d0))
+                _store_four(out_TN, row, other, (a1, b1, c1, d1))
 
 
 @parallel_kernel
 def linear_scaled(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats, num_threads: int) -> None:
-    """x @ (weight * scale).T for weights in int8 or float32; one scale for each output."""
+    """x @ (weight * scale).T for int8 or float32 weights, with one scale for each output."""
     num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
     num_blocks = (num_rows + 3) // 4
-    # defined once: of an array that is defined twice numba may take the wrong shape (its issue 9769)
+    # assigned once: with two assignments numba may use the wrong shape (its issue 9769)
     x_RM = np.zeros((1 if num_rows == 1 else 4 * num_blocks, num_inputs), np.float32)
     for row in range(num_rows):
         for i in range(num_inputs):
@@ -112,13 +112,12 @@ def linear_scaled(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats,
                         b1 += v * x1[i]
                         c1 += v * x2[i]
                         d1 += v * x3[i]
-                    _put_four(out_TN, row, n, (a0 * s0, b0 * s0, c0 * s0, d0 * s0))
-                    _put_four(out_TN, row, n1, (a1 * s1, b1 * s1, c1 * s1, d1 * s1))
+                    _store_four(out_TN, row, n, (a0 * s0, b0 * s0, c0 * s0, d0 * s0))
+                    _store_four(out_TN, row, n1, (a1 * s1, b1 * s1, c1 * s1, d1 * s1))
 
 
 @inlined
-def _put_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
-    """Into four rows of a column, as far as there are rows."""
+def _store_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
     num_rows = out_TN.shape[0]
     out_TN[row, column] = values[0]
     if row + 1 < num_rows:
@@ -130,9 +129,11 @@ def _put_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
 
 
 def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-    """x @ weight.T + bias; the weight is that of `linear_bfloat16`, or weight and scale of `linear_scaled`; an empty
-    bias is none."""
-    raise NotImplementedError  # only compiled code has it
+    """x @ weight.T + bias, with the weight of `linear_bfloat16`, or weight and scale of `linear_scaled`.
+
+    An empty bias is no bias.
+    """
+    raise NotImplementedError  # implemented by the overload in compiled code
 
 
 @overload(product)

@@ -1,8 +1,8 @@
-"""Attention whose plan lies on the device, and its slow twin.
+"""Attention whose plan is on the device, and its reference.
 
 A plan is two int64 tensors: tiles, each some consecutive queries of one sequence, and the slots of all contexts back to
-back. The kernel reads lengths from them, so the host never waits, and a captured launch serves whatever they hold when
-it is replayed. Kernels: `triton_attention`, loaded only where there is a GPU for them.
+back. The kernel reads lengths from them, so the host never waits, and a captured launch uses their content at the time
+of replay. Kernels: `triton_attention`, loaded only with a GPU that runs them.
 """
 
 import functools
@@ -24,27 +24,27 @@ _MIN_KEYS_PER_SPLIT = 256
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run on this device: a GPU since Ampere, with triton installed (torch for CUDA brings it)."""
+    """Whether the kernels run on this device: a GPU since Ampere, with triton installed (part of torch for CUDA)."""
     if device.type != "cuda" or util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton launches: on the current GPU, wherever the tensors are."""
+def current_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: Triton launches there, whatever GPU holds the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class DevicePlan:
-    """What each program of the attention kernel computes; the same for all layers of a step."""
+    """The work of each program of the attention kernel; the same for all layers of a step."""
 
     def __init__(self, tiles_N4: torch.Tensor, slots_C: torch.Tensor, *, max_rows: int = 1, max_keys: int) -> None:
         """
         Args:
-            tiles_N4: int64. First packed row of the tile, its number of rows, where its context begins in `slots_C`,
-                and how many keys of it the last row sees: itself and all before it.
-            max_rows: of a tile.
-            max_keys: the most keys that a row will ever see; only speed depends on it.
+            tiles_N4: int64. First packed row of the tile, its number of rows, start of its context in `slots_C`, and
+                number of keys that its last row sees, itself included.
+            max_rows: most rows of a tile.
+            max_keys: most keys that a row will ever see; only speed depends on it.
         """
         self.tensors = tiles_N4, slots_C
         self._max_rows, self._max_keys = max_rows, max_keys
@@ -57,8 +57,13 @@ class DevicePlan:
         device: torch.device,
         max_rows: int,
     ) -> "DevicePlan":
-        """For sequences with queries [start, end) and so many context tokens, which are in these slots; tiles of at
-        most `max_rows` queries."""
+        """Make a plan.
+
+        Args:
+            bounds: start and end of each sequence's queries, and its number of context tokens.
+            contexts: slots of these tokens.
+            max_rows: most queries of a tile.
+        """
         size = 1 if all(end - start == 1 for start, end, _ in bounds) else max_rows
         tiles, offset = [], 0
         for start, end, num_keys in bounds:
@@ -81,17 +86,16 @@ class DevicePlan:
         window: int | None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """`AttentionPlan.attend`."""
         limits = (scale, window, softcap)
         if not has_kernels(q_THD.device):
             return attend_tiles_reference(q_THD, kv_SGD, self.tensors, limits)
         shape = (self._max_rows, self.num_splits(kv_SGD[0], window))
-        with on(q_THD.device):
+        with current_gpu(q_THD.device):
             out_THD: torch.Tensor = triton_kernels().attend_tiles(q_THD, kv_SGD, self.tensors, shape, limits)
         return out_THD
 
     def num_splits(self, k_SGD: torch.Tensor, window: int | None) -> int:
-        """Enough to give every processor of the GPU two programs, but no short ones; a power of two."""
+        """Return the splits of a context, a power of two: two programs per processor of the GPU, but no short ones."""
         num_programs, splits = len(self.tensors[0]) * k_SGD.shape[1], 1
         max_keys = min(self._max_keys, window or self._max_keys)
         most = min(MAX_SPLITS, max_keys // _MIN_KEYS_PER_SPLIT) if self._max_rows == 1 else 1
@@ -101,13 +105,13 @@ class DevicePlan:
 
 
 def queries_per_tile(q_THD: torch.Tensor, k_SGD: torch.Tensor) -> int:
-    """Of a prompt: with all heads of a group, 64 rows of a matrix, or fewer wide ones (32 KiB)."""
+    """Return queries per tile of a prompt: with all heads of a group 64 matrix rows, fewer if above 32 KiB."""
     (_, num_heads, head_dim), num_kv_heads = q_THD.shape, k_SGD.shape[1]
     return max(1, min(64, 2**15 // (head_dim * q_THD.element_size())) * num_kv_heads // num_heads)
 
 
 def triton_kernels() -> Any:
-    """`triton_attention`; imported on first use, since triton need not be installed."""
+    """Import `triton_attention` on first use, since triton need not be installed."""
     return import_module("stillroom.ops.triton_attention")
 
 
@@ -122,7 +126,7 @@ def attend_tiles_reference(
     tiles: tuple[torch.Tensor, torch.Tensor],
     limits: tuple[float, int | None, float | None],
 ) -> torch.Tensor:
-    """The slow twin of the kernels: one query at a time, in float64. Rows of no tile are zero."""
+    """Reference of the kernels: one query at a time, in float64. Rows of no tile are zero."""
     (tiles_N4, slots_C), (scale, window, softcap) = tiles, limits
     group = q_THD.shape[1] // kv_SGD[0].shape[1]
     out_THD = torch.zeros_like(q_THD)

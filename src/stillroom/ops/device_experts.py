@@ -1,7 +1,7 @@
-"""A mixture of gated MLPs on a GPU, without the host knowing how many tokens an expert has.
+"""A mixture of gated MLPs on a GPU that does not wait for the number of tokens per expert.
 
-There are as many tiles as the routing could need at most; those that it does not need have no rows. Twin:
-`models.mixture_of_experts.mix`, which asks the device. Kernel: `triton_experts`.
+The number of tiles is the most that routing can need; tiles that are not needed have no rows. Same result as
+`models.mixture_of_experts.mix`, which waits for the device. Kernel: `triton_experts`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stillroom.ops.device_attention import on
+from stillroom.ops.device_attention import current_gpu
 from stillroom.ops.linear import Linear
 from stillroom.ops.rows import gate
 
@@ -34,7 +34,7 @@ class DeviceExperts:
         ]
 
     def mix(self, x_TM: torch.Tensor, routes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """The weighted sum [T, M] of each token's experts; `routes` are weights and experts, both [T, A]."""
+        """Return the weighted sum [T, M] of each token's experts; `routes` are weights and experts, both [T, A]."""
         weights_TA, experts_TA = routes
         num_tokens, num_active = experts_TA.shape
         num_experts, num_rows = len(self._matrices[0]), experts_TA.numel()
@@ -43,7 +43,7 @@ class DeviceExperts:
         tiles_N3 = expert_tiles(experts_TA.flatten(), num_experts, block_r)
         kernels: Any = import_module("stillroom.ops.triton_experts")
         gate_up, down = self._num_outputs
-        with on(x_TM.device):
+        with current_gpu(x_TM.device):
             inner = kernels.multiply(
                 x_TM, self._addresses_E[0], tiles_N3, order_R, (gate_up, block_r, num_active), is_first=True
             )
@@ -56,8 +56,10 @@ class DeviceExperts:
 
 
 def expert_tiles(experts_R: torch.Tensor, num_experts: int, block_r: int) -> torch.Tensor:
-    """int64 [N, 3]: expert, and first and end of at most `block_r` of its rows, where rows are sorted by expert. N
-    depends on shapes only; tiles that are not needed are empty."""
+    """Return tiles, int64 [N, 3]: expert, and bounds of at most `block_r` of its rows, sorted by expert.
+
+    N depends on shapes only; tiles that are not needed are empty.
+    """
     device, num_rows = experts_R.device, len(experts_R)
     sizes_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
     sizes_E.index_add_(0, experts_R, torch.ones_like(experts_R))

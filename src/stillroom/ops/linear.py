@@ -1,9 +1,8 @@
-"""Matrix products with weights, each done in the way that is fastest where it runs.
+"""Matrix products with weights, each by the method that is fastest on this machine.
 
-On a CPU activations are float32, whatever the weights are. A few rows (decoding) are bound by reading the weights, and
-go through our own kernel, which reads bfloat16 where it lies. Many rows (prefill) are bound by arithmetic, and take
-whichever of two ways this processor is faster at: bfloat16 products, or float32 products of weights widened on the fly.
-Elsewhere everything is torch's `linear` in the weights' dtype.
+On a CPU activations are float32 for weights of any dtype. Few rows (decoding) are bound by reading the weights and use
+`cpu_products`. Many rows (prefill) are bound by arithmetic and use the faster of bfloat16 products and float32 products
+of widened weights. Other devices use torch's `linear` in the weights' dtype.
 """
 
 import functools
@@ -24,25 +23,23 @@ from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled
 # T tokens, M inputs, N outputs
 
 MAX_ROWS = 16
-"""Up to here our kernel beats torch's; found by measurement on two processors with AVX-512."""
+"""Most rows for which `cpu_products` beats torch; measured on two processors with AVX-512."""
 
 MAX_WIDE_ROWS = 32
-"""The same for bfloat16 weights where torch would have to widen them (docs/log.md)."""
+"""The same for bfloat16 weights that torch would have to widen (docs/log.md)."""
 
 _MAX_WIDENED = 1 << 23
-"""Weights widened at a time: what fits into a cache is read back from there."""
+"""Weights widened at a time, so that they are still in the processor's cache for the product."""
 
 _MAX_ROUNDED = 1 << 18
-"""Weights rounded to int8 at a time: few, so that loading hardly needs more memory than it keeps."""
-
+"""Weights rounded to int8 at a time, which bounds the extra memory of loading."""
 
 _NUM_PAIRS = 15
 
 
 @functools.cache
-def least_rows_for_torch() -> int:
-    """Rows of a bfloat16 product from which torch beats our kernel: where a processor multiplies tiles (AMX), fewer
-    (docs/log.md)."""
+def min_rows_for_torch() -> int:
+    """Return the fewest rows for which torch's bfloat16 product beats `cpu_products`; fewer with AMX (docs/log.md)."""
     try:
         has_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -51,14 +48,14 @@ def least_rows_for_torch() -> int:
 
 
 class Linear:
-    """x @ weight.T + bias. Immutable."""
+    """x @ weight.T + bias; immutable."""
 
     def __init__(
         self, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None, scale_N: torch.Tensor | None = None
     ) -> None:
         """
         Args:
-            scale_N: float32, for int8 weights: what each row is to be multiplied by; they run on a CPU only.
+            scale_N: float32 factor of each row of int8 weights, which run on a CPU only.
         """
         self.weight, self.scale = weight_NM, scale_N
         is_cpu = weight_NM.device.type == "cpu"
@@ -75,10 +72,10 @@ class Linear:
 
     @classmethod
     def int8(cls, parts: Sequence[torch.Tensor], bias_N: torch.Tensor | None = None) -> "Linear":
-        """The same with weights rounded to 255 steps, each row to its own: half the memory of bfloat16.
+        """Make a product with weights rounded to int8, one scale per row: half the memory of bfloat16.
 
         Args:
-            parts: the rows of the weight; they need not lie together.
+            parts: rows of the weight, in parts that need not be contiguous.
         """
         num_outputs, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
         weight, scale_N = torch.empty((num_outputs, num_inputs), dtype=torch.int8), torch.empty(num_outputs)
@@ -106,14 +103,16 @@ class Linear:
 
     @property
     def kernel_arrays(self) -> tuple[Any, NDArray[np.float32]] | None:
-        """Weight (unless bfloat16: with its scale) and bias (empty if there is none) as our CPU kernels read them; None
-        where they do not."""
+        """Weight and bias for the CPU kernels; None if the kernels cannot read the weight.
+
+        A weight that is not bfloat16 comes with its scale. An absent bias is an empty array.
+        """
         if self._kernel_weight is None:
             return None
         return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
 
     def _most_rows(self, num_rows: int) -> int:
-        """That our kernel takes. Asks what the processor is good at only where it matters."""
+        """Return the most rows for `cpu_products`; measures the processor only if the result depends on it."""
         is_wide = num_rows > MAX_ROWS and self.weight.dtype == torch.bfloat16 and is_float32_faster()
         return MAX_WIDE_ROWS if is_wide else MAX_ROWS
 
@@ -136,11 +135,10 @@ class Linear:
 
 @functools.cache
 def is_float32_faster() -> bool:
-    """Whether this processor multiplies bfloat16 matrices faster after widening them to float32. Measured once, in some
-    100 ms: processors that know bfloat16 do not agree on it.
+    """Return whether this processor multiplies bfloat16 matrices faster after widening them to float32.
 
-    On one thread, and by the median of pairs: whatever else the machine does meanwhile stretches both of a pair. Two
-    threads wait for each other, and on a busy machine the answer would be chance, for as long as the process lives.
+    Measured once per process in about 100 ms, because processors with bfloat16 instructions differ. The median of pairs
+    on one thread: other work of the machine slows both measurements of a pair, and threads would wait for each other.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((256, 512), generator=generator)
@@ -157,4 +155,4 @@ def is_float32_faster() -> bool:
         ratios = [seconds(widens=True) / seconds(widens=False) for _ in range(_NUM_PAIRS + 1)]
     finally:
         torch.set_num_threads(num_threads)
-    return statistics.median(ratios[1:]) <= 1.0  # the first pair finds its kernels
+    return statistics.median(ratios[1:]) <= 1.0  # the first pair selects kernels

@@ -1,6 +1,6 @@
-"""Rotary position embedding: inverse frequencies for each scaling scheme, and the rotation itself (rotate-half).
+"""Rotary position embedding: inverse frequencies of each scaling scheme, and the rotation (rotate-half).
 
-The schemes follow the checkpoints' own definition as transformers reads it; the tests compare every one with it.
+The schemes are those of transformers; tests compare each with it.
 """
 
 import math
@@ -16,19 +16,19 @@ from stillroom.ops import cpu_kernels
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """The part of a checkpoint's configuration that decides its rotations."""
+    """Parameters of a checkpoint's rotary embedding."""
 
     rotary_dim: int
     """Leading dimensions of a head that are rotated; usually all."""
     theta: float
     max_positions: int
-    """What the checkpoint says it was made for."""
+    """Longest sequence by the checkpoint's config."""
     kind: str = "default"
     """default | linear | llama3 | yarn | longrope."""
     parameters: dict[str, Any] = field(default_factory=dict)
-    """The scheme's own numbers, as they stand in the checkpoint."""
+    """The scheme's parameters from the checkpoint."""
     max_model_len: int = 0
-    """Longest sequence that will run; longrope has other frequencies for long ones."""
+    """Longest sequence that will run; longrope has other frequencies for long sequences."""
 
 
 SUPPORTED_KINDS = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
@@ -38,11 +38,11 @@ REQUIRED_NUMBERS = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
-"""What a checkpoint has to say of each kind; of yarn it may say null, and then it is how much longer sequences are."""
+"""Required parameters of each kind. A null factor of yarn means the ratio of the new to the original length."""
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
-    """Angle per position for each pair of dimensions, float32 [D / 2], and the factor on cos and sin."""
+    """Return the angle per position of each pair of dimensions, float32 [D / 2], and the factor on cos and sin."""
     assert spec.kind in SUPPORTED_KINDS, spec.kind
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
     plain = 1.0 / (spec.theta**exponents)
@@ -58,17 +58,17 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(plain: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, blends those between."""
     factor = float(spec.parameters["factor"])
     low, high = float(spec.parameters["low_freq_factor"]), float(spec.parameters["high_freq_factor"])
     old_length = float(spec.parameters["original_max_position_embeddings"])
-    turns = old_length * plain / (2 * math.pi)  # full rotations within the original context
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    num_rotations = old_length * plain / (2 * math.pi)  # full rotations within the original context
+    keep = ((num_rotations - low) / (high - low)).clamp(0.0, 1.0)
     return plain / factor * (1 - keep) + plain * keep
 
 
 def _yarn(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071): blend by number of rotations, and a temperature on attention."""
+    """YaRN (arXiv 2309.00071): blends by number of rotations, and scales attention."""
     numbers = spec.parameters
     factor = float(numbers["factor"])
     old_length = float(numbers.get("original_max_position_embeddings") or spec.max_positions)
@@ -98,7 +98,7 @@ def _yarn_attention_factor(factor: float, numbers: dict[str, Any]) -> float:
 
 
 def _longrope(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]:
-    """LongRoPE (arXiv 2402.13753): a searched factor for each pair of dimensions, one set for each range of lengths."""
+    """LongRoPE (arXiv 2402.13753): a searched factor for each pair of dimensions, in one set per range of lengths."""
     numbers = spec.parameters
     old_length = int(numbers["original_max_position_embeddings"])
     factors = numbers["long_factor" if spec.max_model_len > old_length else "short_factor"]
@@ -112,7 +112,7 @@ def _longrope(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]
 def cos_sin(
     inv_freq: torch.Tensor, factor: float, positions_T: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for each position and pair of dimensions, computed in float32, each [T, 1, P] in `dtype`."""
+    """Return cosine and sine of each position and pair of dimensions, each [T, 1, P] in `dtype`."""
     angles_T1P = (positions_T.float()[:, None] * inv_freq[None, :])[:, None, :]
     return (angles_T1P.cos() * factor).to(dtype), (angles_T1P.sin() * factor).to(dtype)
 
@@ -142,24 +142,26 @@ def rotate_and_store(
     return rotate(q_THD, *cos_sin_T1P)
 
 
-def turn(k_LTGD: torch.Tensor, inv_freq_LP: torch.Tensor, first_position: int, new_first_position: int) -> torch.Tensor:
-    """Keys of tokens that stood side by side from `first_position` on, as if they stood from `new_first_position` on.
+def rerotate_keys(
+    k_LTGD: torch.Tensor, inv_freq_LP: torch.Tensor, first_position: int, new_first_position: int
+) -> torch.Tensor:
+    """Return the keys of consecutive tokens from `first_position` on, rotated to `new_first_position` on.
 
-    Same shape and dtype, a new tensor. What a scheme multiplies cos and sin by is in the keys already and stays. The
-    angle is the difference of those that the decoder itself uses, float32 rounding included, so that a turned key
-    differs from a freshly rotated one by the rounding of keys alone, at any position.
+    The result is a new tensor of the same shape and dtype. A scheme's factor on cos and sin is in the keys already. The
+    angle is the difference of the angles that the decoder uses, float32 rounding included, so that the result differs
+    from freshly rotated keys by the rounding of keys alone, at any position.
 
     Args:
-        inv_freq_LP: as `inverse_frequencies` has it, for each layer; on the device of the keys.
+        inv_freq_LP: from `inverse_frequencies`, for each layer; on the device of the keys.
     """
-    cos_LTP, sin_LTP = turns(k_LTGD.shape[1], inv_freq_LP, first_position, new_first_position)
+    cos_LTP, sin_LTP = rerotation(k_LTGD.shape[1], inv_freq_LP, first_position, new_first_position)
     return rotate(k_LTGD.float(), cos_LTP[:, :, None], sin_LTP[:, :, None]).to(k_LTGD.dtype)
 
 
-def turns(
+def rerotation(
     num_tokens: int, inv_freq_LP: torch.Tensor, first_position: int, new_first_position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of what `turn` turns by, float32 [L, T, P]; [1, T, P] where all layers turn alike."""
+    """Return cosine and sine of `rerotate_keys`, float32 [L, T, P]; [1, T, P] if all layers rotate alike."""
     offsets_T = torch.arange(num_tokens, device=inv_freq_LP.device)
     is_same = bool((inv_freq_LP == inv_freq_LP[0]).all())
     inv_freq_L1P = (inv_freq_LP[:1] if is_same else inv_freq_LP)[:, None, :]
@@ -172,9 +174,9 @@ def turns(
 
 
 def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:
-    """Every head of every token rotated to its position; same shape and dtype.
+    """Rotate every head of every token to its position; same shape and dtype.
 
-    Pairs are (i, i + P); dimensions beyond 2 P stay as they are.
+    Pairs are (i, i + P); dimensions from 2 P on stay as they are.
     """
     num_pairs = cos_T1P.shape[-1]
     first, second, rest = torch.split(x_THD, [num_pairs, num_pairs, x_THD.shape[-1] - 2 * num_pairs], dim=-1)

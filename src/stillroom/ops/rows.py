@@ -1,7 +1,4 @@
-"""Operations on the rows of activations: normalisation and the gate of the MLP.
-
-On a CPU in float32 each is one kernel; elsewhere torch's operators.
-"""
+"""RMS norm and the gate of the MLP: one kernel each for float32 on a CPU, elsewhere torch's operators."""
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight_M: torch.Tensor, epsilon: float) -> torch.T
 
 
 def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up: [T, 2 * I] with gate before up -> [T, I]. The activation is silu or gelu_tanh."""
+    """activation(gate) * up: [T, 2 * I] with gate before up -> [T, I]; the activation is silu or gelu_tanh."""
     if activation == "silu" and _has_kernel(gate_up):
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2))
         cpu_kernels.silu_gate(gate_up.numpy(), out.numpy())

@@ -1,12 +1,11 @@
-"""Picking the next token from logits. Randomness comes in as one uniform number per row, never from here.
+"""Samples the next token from logits, with one uniform random number per row from the caller.
 
-The order, as in vLLM and transformers: bias, repetition penalty, presence and frequency penalty; tokens that are
-forbidden or break the request's constraint; temperature, top-k, top-p, min-p; one draw by inverse cumulative
-distribution. Log probabilities are those of the
-untouched logits.
+Order, as in vLLM and transformers: bias, repetition penalty, presence and frequency penalty; forbidden tokens and
+tokens that break the request's constraint; temperature, top-k, top-p, min-p; one draw by inverse cumulative
+distribution. Log probabilities are those of the original logits.
 
-Many requests share a call, so no row can fail it, whatever its parameters are: bias and penalties are kept to what
-float32 holds. Precondition: the logits are finite; `non_finite_rows` finds those that are not.
+Many requests share a call, so no parameters of one row may fail it: bias and penalties are clamped to float32.
+Precondition: the logits are finite; `non_finite_rows` finds the rows that are not.
 """
 
 import math
@@ -24,25 +23,25 @@ Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _FINITE = torch.finfo(torch.float32)
 
 NUM_TRIED = 1024
-"""Tokens that a draw looks at before it sorts the vocabulary."""
+"""Most likely tokens that a draw sorts before it sorts the vocabulary."""
 
-# B rows (one per request that samples), R of them that are drawn and not greedy, V vocabulary,
+# B rows (one per request that samples), R of them drawn (not greedy), V vocabulary,
 # C likeliest tokens, W words of I = 32 bits
 
 
 def non_finite_rows(logits_BV: torch.Tensor) -> list[int]:
-    """Rows that hold NaN or an infinity. One read: a float32 sum of logits is finite exactly if its terms are."""
+    """Return rows with NaN or an infinity, in one pass: a float32 sum of logits is finite exactly if its terms are."""
     is_finite_B = logits_BV.sum(-1, dtype=torch.float32).isfinite()
     return [row for row, is_finite in enumerate(is_finite_B.tolist()) if not is_finite]
 
 
 def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """One token id per row.
+    """Return one token id per row.
 
-    Temperature 0 takes the most likely token (the lowest id among equals). Otherwise the row is sharpened by 1 /
-    temperature and cut to its first tokens, most likely first and lower ids first among equals: the first `top_k`; of
-    those the fewest whose probabilities reach `top_p` of their sum; of those the ones at least `min_p` times as likely
-    as the first. The row's uniform number picks among them by inverse cumulative distribution.
+    Temperature 0 picks the most likely token (the lowest id in a tie). Otherwise logits are divided by the temperature,
+    tokens sorted by probability (ties by id) and cut: to the first `top_k`; to the fewest of these whose probabilities
+    reach `top_p` of their sum; to those at least `min_p` times as likely as the first. The row's uniform number picks
+    among them by inverse cumulative distribution.
     """
     logits_BV = _adjusted(logits_BV, specs)
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
@@ -55,7 +54,7 @@ def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 
 
 def logprobs(logits_BV: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Per row: the log probability of its token, and its `num_top` most likely tokens."""
+    """Return for each row the log probability of its token, and its `num_top` most likely tokens."""
     logprobs_BV = logits_BV.float().log_softmax(dim=-1)
     picked = logprobs_BV.gather(1, torch.tensor(token_ids, device=logits_BV.device)[:, None])[:, 0].tolist()
     values, order = logprobs_BV.topk(min(max(num_top), logits_BV.shape[-1]), dim=-1)
@@ -66,7 +65,7 @@ def logprobs(logits_BV: torch.Tensor, token_ids: Sequence[int], num_top: Sequenc
 
 
 def _adjusted(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """The logits after bias, penalties and bans; the same tensor where no row has any."""
+    """Return the logits after bias, penalties and bans; the same tensor if no row has any."""
     biases, repeated, answered, forbidden = _Edits(), _Edits(), _Edits(), _Edits()
     for row, spec in enumerate(specs):
         params = spec.params
@@ -112,7 +111,7 @@ class _Edits:
         return bool(self._rows)
 
     def add(self, row: int, tokens: ArrayLike, values: ArrayLike) -> None:
-        """Tokens of a row, each at most once."""
+        """Add tokens of a row; each may be given once."""
         self._tokens.append(np.asarray(tokens, dtype=np.int64))
         size = len(self._tokens[-1])
         self._rows.append(np.full(size, row, dtype=np.int64))
@@ -129,10 +128,13 @@ class _Edits:
 
 
 def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """A draw for each row; the logits are lost. Sorting a whole vocabulary takes longer than a layer of the model,
-    so the likeliest tokens are tried first; a row whose draw they do not decide is sorted whole."""
+    """Draw a token for each row; overwrites the logits.
+
+    Sorting a whole vocabulary takes longer than a layer of the model, so only the most likely tokens are sorted first.
+    A row whose draw they do not decide is sorted as a whole.
+    """
     temperatures_R1 = _column([min(spec.params.temperature, _FINITE.max) for spec in specs], logits_RV)
-    # the highest is 0, whatever it is divided by
+    # the maximum becomes 0, so that no quotient overflows
     scaled_RV = logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(temperatures_R1)
     size = scaled_RV.shape[-1]
     num_tried = NUM_TRIED if size > 4 * NUM_TRIED else size
@@ -146,7 +148,7 @@ def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 
 
 def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) -> tuple[list[int], list[bool]]:
-    """A draw for each row among its `num_tried` = C likeliest tokens, and whether it is the draw among all tokens."""
+    """Draw a token for each row among its C = `num_tried` most likely tokens, and say whether the draw is final."""
     size = scaled_RV.shape[-1]
     sorted_RC, order_RC = _likeliest(scaled_RV, num_tried)
     weights_RC = (sorted_RC - sorted_RC[:, :1]).double().exp()  # the first weighs 1
@@ -158,7 +160,7 @@ def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) 
     top_p = _column([spec.params.top_p for spec in specs], cumulative_RC)
     min_p = _column([spec.params.min_p for spec in specs], cumulative_RC)
     top_k_mass = torch.where(top_k == size, all_R1, cumulative_RC.gather(1, top_k.clamp(max=num_tried) - 1))
-    is_mass_known = (top_k <= num_tried) | (top_k == size)  # else the nucleus is a share of nobody knows what
+    is_mass_known = (top_k <= num_tried) | (top_k == size)  # else the sum that `top_p` is a share of is unknown
     nucleus = (cumulative_RC < top_p * top_k_mass).sum(-1, True) + 1
     likely = (weights_RC >= min_p).sum(-1, True)
     num_kept = nucleus.minimum(top_k).minimum(likely).clamp(max=num_tried)
@@ -170,13 +172,13 @@ def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) 
     target = _column([spec.uniform for spec in specs], cumulative_RC) * kept_mass
     picked = (cumulative_RC <= target).sum(-1, True).minimum(num_kept - 1)
     is_decided = is_closed | (is_uncut & (target < reached_R1))
-    if num_tried < size:  # among equals at the end of what was tried, a lower id may have been left out
+    if num_tried < size:  # a tie with the last of the sorted tokens may have a lower id that was left out
         is_decided &= sorted_RC.gather(1, picked) > sorted_RC[:, -1:]
     return order_RC.gather(1, picked)[:, 0].tolist(), is_decided[:, 0].tolist()
 
 
 def _likeliest(scaled_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest logits of each row in descending order, and their tokens, lower ids first among equals."""
+    """Return the highest logits of each row in descending order, and their tokens; ties by id."""
     if count == scaled_RV.shape[-1]:
         return scaled_RV.sort(dim=-1, descending=True, stable=True)
     token_ids, _ = scaled_RV.topk(count, dim=-1).indices.sort(dim=-1)
@@ -189,7 +191,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def sample_reference(logits: Sequence[float], spec: SampleSpec) -> int:
-    """The slow twin of one row of `sample`, in plain Python."""
+    """Reference of one row of `sample`, in plain Python."""
     params = spec.params
     scores = _adjusted_reference(logits, spec)
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))

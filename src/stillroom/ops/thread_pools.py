@@ -1,9 +1,9 @@
-"""Threads for parallel kernels: only the engine's thread keeps a pool.
+"""Keeps OpenMP thread pools to the engine's thread, and shortens Python's switch interval while serving.
 
-Whoever calls a parallel kernel, torch's or ours, gets a team of threads that stays as long as the caller's thread does.
-OpenMP's library counts the threads of all teams. As soon as they are more than there are cores, they sleep whenever
-they wait, instead of looking again and again, and a token takes three times as long (docs/log.md). So models are loaded
-in a thread that ends, and an embedder computes in threads that keep to themselves (`retrieval/side_by_side.py`).
+Each thread that calls a parallel kernel gets an OpenMP pool that lives as long as the thread. When the threads of all
+pools outnumber the cores, they sleep while they wait instead of spinning, and a token takes three times as long
+(docs/log.md). So models are loaded in short-lived threads, and an embedder computes in single-threaded workers
+(`retrieval/side_by_side.py`).
 """
 
 import contextlib
@@ -18,27 +18,30 @@ T = TypeVar("T")
 _HANDOVER_SECONDS = 1e-4
 
 
-def in_a_thread_that_ends(work: Callable[[], T]) -> T:
-    """Do something with parallel kernels, and leave no team of threads behind. Raises what `work` raises."""
+def run_in_short_lived_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that ends, and its OpenMP pool with it. Raises what `work` raises."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(work())
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as error:  # raised again by `result`
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="stillroom-load", daemon=True)
     thread.start()
-    found = outcome.result()  # Ctrl-C ends this at once
+    found = outcome.result()  # Ctrl-C interrupts this
     thread.join()
     return found
 
 
 @contextlib.contextmanager
-def quick_handovers() -> Iterator[None]:
-    """Python code that computes lets others go on after 0.1 ms instead of 5: an engine's step needs Python's lock
-    hundreds of times, and waits so long each time while something else (an upload, say) runs (docs/log.md)."""
+def short_switch_interval() -> Iterator[None]:
+    """Let Python switch threads after 0.1 ms instead of 5 ms.
+
+    A step of the engine takes the interpreter's lock hundreds of times, and waits up to one interval each time while
+    another thread computes, such as an upload (docs/log.md).
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _HANDOVER_SECONDS))
     try:

@@ -1,10 +1,9 @@
-"""The Triton kernels behind `device_attention`, and their launch. Needs triton; nobody else imports it.
+"""Triton kernels of `device_attention` and their launch. Needs triton.
 
 One program computes one tile for the query heads of one key/value head: up to `block_m // group` queries of one
-sequence, all heads of the group below each other, so that keys and values are read once for all of them. Which keys,
-and how many, it reads from device tensors: nothing here depends on a number that only the device knows, so a launch
-can be captured in a CUDA graph. Softmax is computed online (arXiv 2205.14135). For a few decoding rows the context is
-cut into splits, a program each, and a second kernel merges them.
+sequence, all heads of the group stacked, so that keys and values are read once. It reads the slots and the number of
+keys from device tensors, so a launch can be captured in a CUDA graph. Softmax is computed online (arXiv 2205.14135).
+For a few decoding rows the context is split, one program per split, and a second kernel merges the splits.
 """
 
 import math
@@ -17,10 +16,10 @@ import triton.language as tl
 # N tiles, T packed query tokens, C slots of all contexts back to back, S slots, H query heads, G key/value heads,
 # D head dimension, P splits of a context
 
-_LOG2_E = math.log2(math.e)  # exponentials are computed to the base 2, which is what the hardware has
+_LOG2_E = math.log2(math.e)  # exponentials are to the base 2, for which GPUs have an instruction
 
 OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-"""How the kernels are compiled, on all GPUs alike."""
+"""Compiler options, the same for all GPUs."""
 
 
 @triton.jit
@@ -66,7 +65,7 @@ def _attend(  # noqa: PLR0913 -- a kernel has no structures
     q = tl.load(q_THD + lines[:, None] * HEAD_DIM + d[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
     begin = num_keys * 0  # a zero of the same type
-    if HAS_WINDOW:  # the first query of the tile sees no key before this one, later ones neither
+    if HAS_WINDOW:  # no query of the tile sees an earlier key
         begin = tl.maximum(num_keys - num_rows - window + 1, 0)
     end = num_keys
     if NUM_SPLITS > 1:
@@ -86,14 +85,14 @@ def _attend(  # noqa: PLR0913 -- a kernel has no structures
         k = tl.load(k_SGD + offsets, mask=is_element, other=0.0).to(q.dtype)
         v = tl.load(v_SGD + offsets, mask=is_element, other=0.0).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if HAS_CAP:  # factor * tanh(logits * cap_factor); beyond 30 the exponential says nothing new, and may overflow
+        if HAS_CAP:  # factor * tanh(logits * cap_factor); tanh is 1 in float32 beyond 30, and exp may overflow
             logits = 1.0 - 2.0 / (tl.exp(tl.minimum(2.0 * logits * cap_factor, 30.0)) + 1.0)
         seen = is_key[None, :] & (n[None, :] <= position[:, None])
         if HAS_WINDOW:
             seen = seen & (n[None, :] > position[:, None] - window)
         logits = tl.where(seen, logits * factor, -float("inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
+        shift = tl.where(higher == -float("inf"), 0.0, higher)  # for a row that has seen no key yet
         weights = tl.exp2(logits - shift[:, None])
         decay = tl.exp2(best - shift)
         total = total * decay + tl.sum(weights, 1)
@@ -120,7 +119,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """One head of one row: its splits, each with its own maximum, brought to the common one and added."""
+    """Merge the splits of one head of one row: rescale each to the common maximum, and add."""
     line = tl.program_id(0).to(tl.int64)
     parts = line * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     d = tl.arange(0, BLOCK_D)
@@ -140,7 +139,13 @@ def attend_tiles(
     shape: tuple[int, int],
     limits: tuple[float, int | None, float | None],
 ) -> torch.Tensor:
-    """See `device_attention.DevicePlan.attend`; `tiles` are its two tensors, `shape` is (queries per tile, splits)."""
+    """Launch `device_attention.DevicePlan.attend`.
+
+    Args:
+        tiles: the plan's two tensors.
+        shape: queries per tile, and splits.
+        limits: scale, window and soft cap.
+    """
     (tiles_N4, slots_C), (num_queries, num_splits), (scale, window, softcap) = tiles, shape, limits
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THD.shape, kv_SGD[0].shape[1]
     assert kv_SGD[0].stride() == kv_SGD[1].stride() and kv_SGD[0].stride(2) == 1
@@ -179,8 +184,11 @@ def attend_tiles(
 
 
 def block_sizes(group: int, head_dim: int, num_queries: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernel's constants. Queries are held to 32 KiB, keys and values to 16 KiB each: with the next ones under way
-    they fit into the shared memory of every GPU since Ampere (99 KiB on the small ones)."""
+    """Return the kernel's constants.
+
+    Queries take at most 32 KiB, keys and values 16 KiB each: with the next keys and values in flight they fit into the
+    shared memory of every GPU since Ampere (at least 99 KiB).
+    """
     block_d = max(16, triton.next_power_of_2(head_dim))
     return {
         "GROUP": group,
@@ -188,6 +196,6 @@ def block_sizes(group: int, head_dim: int, num_queries: int, dtype: torch.dtype)
         "BLOCK_M": max(16, triton.next_power_of_2(num_queries * group)),
         "BLOCK_N": max(16, min(64, 2**14 // (block_d * dtype.itemsize))),
         "BLOCK_D": block_d,
-        # tensor cores would round float32 to 10 bits
+        # tf32 would round float32 to 10 bits of mantissa
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }

@@ -1,6 +1,6 @@
-"""The Triton kernel behind `device_experts`: products of many rows with many matrices, each row with one of them.
+"""Triton kernel of `device_experts`: multiplies each row with one of many matrices. Needs triton.
 
-The matrices may lie anywhere; a tensor holds their addresses. Needs triton; nobody else imports it.
+A tensor holds the addresses of the matrices.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def _multiply(  # noqa: PLR0913 -- a kernel has no structures
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The first product of an MLP reads a token's row, and writes in sorted order; the last one the other way round."""
+    """The first product of an MLP reads rows of tokens and writes sorted rows; the last product does the reverse."""
     tile = tl.program_id(0)
     expert = tl.load(tiles_N3 + tile * 3)
     begin = tl.load(tiles_N3 + tile * 3 + 1)
@@ -44,7 +44,7 @@ def _multiply(  # noqa: PLR0913 -- a kernel has no structures
             sources, targets = assignments // NUM_ACTIVE, rows
         o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
         is_output = o < num_outputs
-        # without the promise of 16 bytes each weight would be loaded by itself
+        # without known alignment of 16 bytes each weight would be loaded separately
         weight = tl.multiple_of(tl.load(addresses_E + expert).to(tl.pointer_type(x.dtype.element_ty)), 16)
         total = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
         for first in range(0, num_inputs, BLOCK_K):
@@ -71,7 +71,7 @@ def multiply(
     shape: tuple[int, int, int],
     is_first: bool,
 ) -> torch.Tensor:
-    """Each row times its expert's matrix, [R, O]; `shape` is (outputs, rows per tile, experts per token)."""
+    """Return each row times its expert's matrix, [R, O]; `shape` is (outputs, rows per tile, experts per token)."""
     num_outputs, block_r, num_active = shape
     x = x.contiguous()
     out = x.new_empty((len(order_R), num_outputs))
@@ -93,6 +93,6 @@ def multiply(
 
 
 def block_sizes(block_r: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernel's constants; a tensor core's rounding is not for float32."""
+    """Return the kernel's constants; float32 is not rounded to tf32."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
     return {"BLOCK_R": block_r, "BLOCK_O": 64, "BLOCK_K": 128 // dtype.itemsize, "PRECISION": precision}

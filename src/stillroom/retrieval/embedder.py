@@ -190,9 +190,9 @@ class Embedder:
     def _load(self) -> Any:
         with self._weights.loading:
             if self._weights.model is None:
-                from stillroom.ops.thread_pools import in_a_thread_that_ends
+                from stillroom.ops.thread_pools import run_in_short_lived_thread
 
-                self._weights.model = in_a_thread_that_ends(self._loaded)
+                self._weights.model = run_in_short_lived_thread(self._loaded)
             return self._weights.model
 
     def _loaded(self) -> Any:

@@ -1,8 +1,8 @@
-"""Steps that only decode, computed from tensors at fixed addresses, and captured in CUDA graphs.
+"""Decoding steps computed from tensors at fixed addresses, and captured in CUDA graphs.
 
-A graph replays hundreds of launches as one, but only with the shapes and addresses it was captured with. So a step is
-padded to one of a few sizes, and everything that changes is copied into one tensor beforehand. Rows that pad attend to
-the store's scratch slot and write there; nobody else reads it.
+A graph replays hundreds of launches as one, with the shapes and addresses of its capture. So a step is padded to one of
+a few sizes, and its numbers are copied into one tensor beforehand. Padding rows read and write only the store's scratch
+slot.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ from stillroom.models.packed import PackedInput
 from stillroom.ops.device_attention import DevicePlan, has_kernels
 from stillroom.ops.transfer import to_device
 
-# B rows, one per sequence, R the most of them, V vocabulary, C slots of all contexts back to back
+# B rows, one per sequence, R most rows, V vocabulary, C slots of all contexts back to back
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows that a step is padded to."""
 
 _NUM_COLUMNS = 7  # token id, position, slot, and the four numbers of a tile
-_SLOTS_PER_KV_SLOT = 4  # sequences may share blocks, so all contexts together may be longer than the store
+_SLOTS_PER_KV_SLOT = 4  # sequences may share blocks, so contexts may have more slots together than the store
 
 
 class StaticInput:
-    """The numbers of one step, always at the same addresses: token ids, positions, slots, tiles, contexts."""
+    """The numbers of one step at fixed addresses: token ids, positions, slots, tiles, contexts."""
 
     def __init__(self, num_slots: int, scratch_slot: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -36,12 +36,12 @@ class StaticInput:
         self._numbers = torch.zeros(SIZES[-1] * _NUM_COLUMNS + 1 + num_slots, dtype=torch.int64, device=device)
 
     def fill(self, batch: Batch) -> None:
-        """Put a batch there, in one transfer that the host does not wait for."""
+        """Copy a batch to the device in one asynchronous transfer."""
         numbers = to_device(self._host_numbers(batch), self._numbers.device)
         self._numbers[: len(numbers)].copy_(numbers)
 
     def packed(self, num_rows: int, max_keys: int) -> PackedInput:
-        """The first rows, as the decoder takes them; views of what `fill` writes."""
+        """Return the first rows as the decoder's input; views of what `fill` writes."""
         token_ids_R, positions_R, slots_R, tiles_R4, slots_C = torch.split(
             self._numbers, [SIZES[-1]] * 3 + [SIZES[-1] * 4, 1 + self.num_slots]
         )
@@ -59,7 +59,7 @@ class StaticInput:
         columns[1, :num_rows] = lengths - 1
         columns[2, :num_rows] = [sequence.slots[-1] for sequence in sequences]
         tiles = numbers[SIZES[-1] * 3 : SIZES[-1] * _NUM_COLUMNS].reshape(-1, 4)
-        tiles[:] = 0, 1, 0, 1  # one row, whose context is the scratch slot, the first of all
+        tiles[:] = 0, 1, 0, 1  # one row, whose context is the scratch slot at index 0
         tiles[:, 0] = np.arange(len(tiles))
         tiles[:num_rows, 2] = 1 + np.cumsum(lengths) - lengths
         tiles[:num_rows, 3] = lengths
@@ -70,18 +70,18 @@ class StaticInput:
 
 
 class StaticDecoding:
-    """The step as it will be captured, computed call by call; runs on any device."""
+    """Computes the step that will be captured, launch by launch; runs on any device."""
 
     def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
         self._decoder, self._store = decoder, store
         self._input = self._new_input()
 
     def reset(self) -> None:
-        """Use the store's tensors of now, in place of those that it had before it was lost."""
+        """Use the store's new tensors after the device was lost."""
         self._input = self._new_input()
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether every sequence runs one token and samples the next, and all of them fit."""
+    def supports(self, batch: Batch) -> bool:
+        """Whether every sequence runs one token and samples the next, and the batch fits the fixed sizes."""
         sequences = batch.sequences
         if not 0 < len(sequences) <= SIZES[-1]:
             return False
@@ -89,7 +89,7 @@ class StaticDecoding:
         return is_decoding and sum(len(sequence.slots) for sequence in sequences) <= self._input.num_slots
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits [B, V], a row per sequence; overwritten by the next call. K and V go to their slots."""
+        """Return float32 logits [B, V], a row per sequence, which the next call overwrites; writes K and V."""
         num_rows = len(batch.sequences)
         self._input.fill(batch)
         return self._run(next(size for size in SIZES if size >= num_rows))[:num_rows]
@@ -109,20 +109,20 @@ class StaticDecoding:
 
 
 class DecodeGraphs(StaticDecoding):
-    """A CUDA graph for each size, captured when a step of that size first comes."""
+    """A CUDA graph for each size, captured with the first step of that size."""
 
     def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
         super().__init__(decoder, store)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PackedInput, torch.Tensor]] = {}
-        self._memory: Any = None  # shared: no two graphs are under way at the same time
+        self._memory: Any = None  # shared: no two graphs run at the same time
 
     @classmethod
     def of(cls, decoder: Decoder, store: DeviceStore) -> "DecodeGraphs | None":
-        """None where attention has no kernel that reads lengths from the device."""
+        """Return the graphs; None if attention has no kernel that reads lengths from the device."""
         return cls(decoder, store) if has_kernels(decoder.device) else None
 
     def reset(self) -> None:
-        """See `StaticDecoding.reset`; every graph is captured again."""
+        """See `StaticDecoding.reset`. Every graph is captured again."""
         self._graphs.clear()
         self._memory = None
         super().reset()
@@ -136,12 +136,15 @@ class DecodeGraphs(StaticDecoding):
         return logits_BV
 
     def _capture(self, num_rows: int) -> tuple[torch.cuda.CUDAGraph, PackedInput, torch.Tensor]:
-        """The step that is in the static input runs once before: kernels are compiled, which no capture allows. The
-        replay writes the same K and V again."""
+        """Capture the step in the static input.
+
+        The step runs once before, because kernels cannot be compiled during a capture. The replay writes the same K and
+        V again.
+        """
         packed = self._packed(num_rows)
         self._compute(packed)
         graph = torch.cuda.CUDAGraph()
-        # another thread (an embedder's) may use the device meanwhile
+        # another thread (such as an embedder's) may use the device meanwhile
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits_BV = self._compute(packed)
         self._memory = graph.pool()

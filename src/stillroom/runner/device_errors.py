@@ -1,8 +1,8 @@
-"""Tells the loss of a device from a call that failed.
+"""Distinguishes the loss of a device from a failed call.
 
-After some errors of a device nothing in its memory can be relied on, and a CUDA context often answers every later call
-with the same error. After others (no memory left, impossible arguments) only the call has failed. torch raises both as
-a RuntimeError and reports some of them at a later call, so the first line of the message decides.
+After some errors a device's memory is unusable, and a CUDA context often answers every later call with the same error.
+After others (out of memory, invalid arguments) only the call has failed. torch raises both as RuntimeError, some of
+them at a later call, so the first line of the message decides.
 """
 
 import re
@@ -25,7 +25,7 @@ _OF_ONE_CALL = re.compile(
 
 
 def is_device_loss(error: BaseException) -> bool:
-    """Return whether an exception, or one that it was raised from, says that the device's memory cannot be used."""
+    """Return whether an exception, or one of its causes, means that the device's memory is unusable."""
     cause: BaseException | None = error
     while cause is not None:
         if _is_loss(cause):
@@ -35,7 +35,7 @@ def is_device_loss(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, without the advice that torch adds to it."""
+    """Return the first line of an error's message, which leaves out torch's advice."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -1,11 +1,9 @@
-"""Answers each step from what it would cost, on a clock of its own: the engine, the scheduler and the knowledge tree of
-the product at any scale, without weights or tensors.
+"""A runner that models the time of each step on a virtual clock, without weights or tensors.
 
-What a sequence adds to a step is T(cached, new) less the smallest step there is, T(0, 1), so that sequences of one step
-share that and nothing else; what a step and a sequence take beside computing can be given. Tokens with gaps between
-them (repairs) cost what as many without gaps do that see as many others together. Tokens, looks and probes are answered
-with numbers drawn from a seed and the request's name, so the same requests give the same steps; log probabilities and
-constraints are not modelled, and copies of blocks on the device cost nothing.
+A step takes T(0, 1), the smallest step, plus T(cached, new) - T(0, 1) for each sequence, plus given overheads. Tokens
+with gaps (selective recompute) cost as much as the same number of tokens without gaps that see as many tokens together.
+Sampled tokens, query passes and deviation passes get numbers drawn from a seed and the request's name, so the same
+requests give the same steps. Log probabilities and constraints are not modelled; block copies cost nothing.
 """
 
 import zlib
@@ -27,17 +25,17 @@ from stillroom.core.clock import VirtualClock
 
 
 class StepCosts(Protocol):
-    """What computing costs; a `CostProfile`."""
+    """Cost of computing; implemented by `CostProfile`."""
 
     def prefill_seconds(self, num_cached: int, num_new: int) -> float:
-        """T(cached, new): a step of so many new tokens behind so many that have their KV."""
+        """Return T(cached, new), the seconds of a step of new tokens after cached ones."""
         ...
 
 
 class ModelledRunner:
-    """A `Runner` that takes time and computes nothing."""
+    """A `Runner` that advances a virtual clock and computes nothing."""
 
-    def __init__(  # noqa: PLR0913  what a machine is
+    def __init__(  # noqa: PLR0913  parameters of a machine
         self,
         costs: StepCosts,
         clock: VirtualClock,
@@ -50,10 +48,10 @@ class ModelledRunner:
     ) -> None:
         """
         Args:
-            num_layers: of the modelled decoder; at least 2.
-            vocab_size: sampled tokens are below it.
-            step_seconds: that each step takes beside computing: deciding it, and what follows from its result.
-            sequence_seconds: that each sequence of a step after the first takes beside its tokens: sampling, say.
+            num_layers: layers of the modelled decoder; at least 2.
+            vocab_size: bound of sampled token ids.
+            step_seconds: overhead of each step: scheduling it, and recording its result.
+            sequence_seconds: overhead of each sequence of a step after the first, such as sampling.
         """
         assert num_layers >= DEVIATION_LAYERS and vocab_size > 0
         self._costs = costs
@@ -61,10 +59,10 @@ class ModelledRunner:
         self._num_layers = num_layers
         self._vocab_size = vocab_size
         self._seed = seed
-        self._beside = step_seconds, sequence_seconds
+        self._extra_seconds = step_seconds, sequence_seconds
 
     def execute(self, batch: Batch) -> StepResult:
-        """See `Runner.execute`; the clock is later by what the step takes."""
+        """See `Runner.execute`. Advances the clock by the time of the step."""
         self._clock.advance(self.step_seconds(batch))
         entries = batch.sequences
         return StepResult(
@@ -79,20 +77,20 @@ class ModelledRunner:
         )
 
     def recover(self) -> None:
-        """See `Runner.recover`."""
+        """No device can be lost here."""
 
     def step_seconds(self, batch: Batch) -> float:
-        """What a step takes. Probes run before it, each alone and through the first layers only."""
+        """Return the seconds of a step. Deviation passes run before it, each alone, through the first layers only."""
         probes = sum(self._seconds(entry) for entry in batch.sequences if entry.is_deviation_pass)
         whole = [self._seconds(entry) for entry in batch.sequences if not entry.is_deviation_pass]
         smallest = self._costs.prefill_seconds(0, 1)
         step = smallest + sum(max(seconds - smallest, 0.0) for seconds in whole) if whole else 0.0
-        per_step, per_sequence = self._beside
-        beside = per_step + per_sequence * (len(batch.sequences) - 1)
-        return step + probes * DEVIATION_LAYERS / self._num_layers + beside
+        per_step, per_sequence = self._extra_seconds
+        extra = per_step + per_sequence * (len(batch.sequences) - 1)
+        return step + probes * DEVIATION_LAYERS / self._num_layers + extra
 
     def _seconds(self, entry: ScheduledSequence) -> float:
-        """Of a step that has only this in it."""
+        """Return the seconds of a step with this entry alone."""
         count = entry.num_scheduled_tokens
         before = len(entry.slots) - count
         if entry.positions is not None and not entry.is_query_pass:
@@ -107,7 +105,7 @@ class ModelledRunner:
         return token_id
 
     def _attention(self, entry: ScheduledSequence) -> NDArray[np.float32]:
-        """Shape [layers, 2, k]: shares that sum to 1, with no preference for any slot."""
+        """Return random shares that sum to 1, shape [layers, 2, k]."""
         shape = (self._num_layers, 2, len(entry.slots))
         drawn_L2K = self._generator(entry).random(shape, np.float32) + np.float32(1e-6)
         shares_L2K: NDArray[np.float32] = drawn_L2K / drawn_L2K.sum(axis=2, keepdims=True)
@@ -120,12 +118,12 @@ class ModelledRunner:
         return np.random.default_rng(self._number(f"{entry.request_id}@{entry.first_position}"))
 
     def _number(self, name: str) -> int:
-        """The same for the same seed and name, in every process."""
+        """Return a number that depends on the seed and the name only, in every process."""
         return zlib.crc32(f"{self._seed}/{name}".encode())
 
 
 def even_masses(entry: ScheduledSequence, mass_request: MassRequest) -> AttentionMasses:
-    """What is paid where every token attends to all before it and to itself alike."""
+    """Return the attention mass if every token attends evenly to itself and to all tokens before it."""
     places = entry.first_position + mass_request.rows if entry.positions is None else entry.positions[mass_request.rows]
     shares = (1.0 / (places + 1)).astype(np.float32)
     paid = np.zeros((len(places), mass_request.num_groups), np.float32)

@@ -1,7 +1,6 @@
-"""Executes one step on the device: packs the batch, runs the decoder, samples. Decides nothing.
+"""Executes one step on the device: packs the batch, runs the decoder, samples.
 
-Numbers cross the border once per step in each direction: the packed batch goes to the device, the sampled tokens come
-back.
+Each step copies its packed batch to the device once, and its sampled tokens back once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,25 +19,26 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionPlan, AttentionSpan
-from stillroom.ops.attention_observers import AttentionWatch, MassWatch, Watch, Watches
+from stillroom.ops.attention_observers import AttentionObserver, AttentionObservers, MassObserver, QueryPassObserver
 from stillroom.ops.sampling import logprobs, non_finite_rows, sample
 from stillroom.ops.transfer import to_device
 from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
 
 
 class Runner(Protocol):
-    """Whatever can execute a step: the real decoder, or a model of its cost."""
+    """Executes steps: `TorchRunner` with a decoder, `ModelledRunner` with a model of its cost."""
 
     def execute(self, batch: Batch) -> StepResult:
         """Compute the batch's tokens, write their KV, and sample where asked. A batch may consist of copies only.
 
         Raises:
-            DeviceLostError: the KV on the device is gone. `device_errors.is_device_loss` knows what else says so.
+            DeviceLostError: the KV on the device is lost; other errors may mean this too, see
+                `device_errors.is_device_loss`.
         """
         ...
 
     def recover(self) -> None:
-        """Be ready for steps again after the device was lost, with no KV on it.
+        """Prepare for steps after the device was lost, without any KV on it.
 
         Raises:
             Exception: the device cannot be used yet.
@@ -57,7 +57,6 @@ class TorchRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
-        """See `Runner.execute`."""
         self._check_store()
         if batch.copies:
             self.store.copy_blocks(batch.copies)
@@ -69,19 +68,19 @@ class TorchRunner:
         sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
         attention: dict[RequestId, NDArray[np.float32]] = {}
         masses: dict[RequestId, AttentionMasses] = {}
-        if self.decoding is not None and self.decoding.takes(batch):
-            self.store.settle()  # a graph asks for no layers
+        if self.decoding is not None and self.decoding.supports(batch):
+            self.store.settle()  # a graph does not wait for layers one by one
             self._check_store()
             logits_BV = self.decoding.logits(batch)
         else:
             packed = self._pack(batch.sequences)
-            watching = _BatchWatch(batch, packed)
-            hidden_BM = self.decoder.hidden_states(packed, self.store.layer, watching.watch)
-            attention, masses = watching.results()
+            observing = _BatchObserver(batch, packed)
+            hidden_BM = self.decoder.hidden_states(packed, self.store.layer, observing.observer)
+            attention, masses = observing.results()
             if not sampling:
-                return StepResult({}, {}, attention, deviations, masses, _not_finite(attention))
+                return StepResult({}, {}, attention, deviations, masses, _non_finite(attention))
             logits_BV = self.decoder.logits(hidden_BM)
-        non_finite = _not_finite(attention)
+        non_finite = _non_finite(attention)
         if broken := non_finite_rows(logits_BV):
             non_finite |= {spec.request_id for row in broken for spec in sampling[row]}
             logits_BV = logits_BV.index_fill(0, torch.tensor(broken, device=logits_BV.device), 0.0)
@@ -91,15 +90,15 @@ class TorchRunner:
         return replace(picked, attention=attention, deviations=deviations, masses=masses, non_finite=non_finite)
 
     def recover(self) -> None:
-        """See `Runner.recover`. KV gets memory anew, and one token is computed to see whether the model still works."""
+        """See `Runner.recover`. Allocates new memory for KV, and computes one token to check the model."""
         self.store.reset()
         if self.decoding is not None:
             self.decoding.reset()
-        self._try_out()
+        self._check_model()
 
     @torch.inference_mode()
-    def _try_out(self) -> None:
-        """Compute a token in the store's scratch slot."""
+    def _check_model(self) -> None:
+        """Compute a token in the store's scratch slot; raises DeviceLostError if its logits are not finite."""
         spec = SampleSpec(RequestId("trial"), SamplingParams(), 0.0, np.zeros(1, np.int64), 1)
         slots = np.array([self.store.scratch_slot])
         packed = self._pack([ScheduledSequence(spec.request_id, spec.token_ids, 0, slots, (spec,))])
@@ -112,7 +111,7 @@ class TorchRunner:
             raise DeviceLostError("the KV on the device is gone")
 
     def _probe(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
-        """Squared distance of each token's values in the second layer, before and after that layer has run over it."""
+        """Run the first layers, and return each token's squared distance between its old and new values."""
         if self._shallow is None:
             self._shallow = self.decoder.first_layers(DEVIATION_LAYERS)
         slots_T = to_device(_own_slots(sequence), self.decoder.device)
@@ -130,7 +129,7 @@ class TorchRunner:
         for sequence in sequences:
             end = start + sequence.num_scheduled_tokens
             spans.append(
-                AttentionSpan(start, end, self._context(sequence), len(sequence.slots), self._places(sequence))
+                AttentionSpan(start, end, self._context(sequence), len(sequence.slots), self._context_indices(sequence))
             )
             if sequence.samples:  # only a sequence's last token predicts something new
                 wanted.append(end - 1)
@@ -143,14 +142,14 @@ class TorchRunner:
             wanted=wanted,
         )
 
-    def _places(self, sequence: ScheduledSequence) -> torch.Tensor | None:
-        """Where in its context the tokens of a sequence with gaps stand."""
+    def _context_indices(self, sequence: ScheduledSequence) -> torch.Tensor | None:
+        """Return the indices in the context of the tokens of a sequence with gaps; None without gaps."""
         if sequence.positions is None or sequence.is_query_pass or sequence.num_scheduled_tokens == 1:
             return None
         return to_device(sequence.positions, self.decoder.device)
 
     def _context(self, sequence: ScheduledSequence) -> slice | torch.Tensor:
-        """A slice where the slots happen to be one run, so that attention reads them in place."""
+        """Return the slots, as a slice if they are contiguous, so that attention reads them without a copy."""
         slots = sequence.slots
         first, last = int(slots[0]), int(slots[-1])
         if last - first == len(slots) - 1 and bool((np.diff(slots) == 1).all()):
@@ -158,38 +157,38 @@ class TorchRunner:
         return to_device(slots, self.decoder.device)
 
 
-def _not_finite(numbers: Mapping[RequestId, NDArray[np.float32]]) -> frozenset[RequestId]:
+def _non_finite(numbers: Mapping[RequestId, NDArray[np.float32]]) -> frozenset[RequestId]:
     return frozenset(name for name, values in numbers.items() if not np.isfinite(values).all())
 
 
 def _own_slots(sequence: ScheduledSequence) -> NDArray[np.int64]:
-    """Where the tokens' KV is written."""
+    """Return the slots where the KV of the scheduled tokens is written."""
     if sequence.positions is None or sequence.is_query_pass:
         return sequence.slots[len(sequence.slots) - sequence.num_scheduled_tokens :]
     return sequence.slots[sequence.positions]
 
 
-class _BatchWatch:
-    """What a batch asks about attention."""
+class _BatchObserver:
+    """Observers of attention for the entries of a batch that request them."""
 
     def __init__(self, batch: Batch, packed: PackedInput) -> None:
         assert isinstance(packed.plan, AttentionPlan)
         pairs = list(zip(batch.sequences, packed.plan.spans, strict=True))
         self._looks = {sequence.request_id: span for sequence, span in pairs if sequence.is_query_pass}
-        self._attention = AttentionWatch(list(self._looks.values()))
+        self._attention = QueryPassObserver(list(self._looks.values()))
         self._masses = {
-            sequence.request_id: MassWatch(span, sequence.mass_request)
+            sequence.request_id: MassObserver(span, sequence.mass_request)
             for sequence, span in pairs
             if sequence.mass_request is not None
         }
-        watches: list[Watch] = [self._attention] if self._looks else []
-        watches += self._masses.values()
-        self.watch = Watches(watches) if watches else None
+        observers: list[AttentionObserver] = [self._attention] if self._looks else []
+        observers += self._masses.values()
+        self.observer = AttentionObservers(observers) if observers else None
 
     def results(self) -> tuple[dict[RequestId, NDArray[np.float32]], dict[RequestId, AttentionMasses]]:
-        """Of looks, and of who is weighed."""
+        """Return the shares of query passes, and the masses of entries with `weighing`."""
         attention = dict(zip(self._looks, self._attention.shares(), strict=True)) if self._looks else {}
-        return attention, {name: watch.masses() for name, watch in self._masses.items()}
+        return attention, {name: observer.masses() for name, observer in self._masses.items()}
 
 
 def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, ServerError
-from stillroom.ops.thread_pools import quick_handovers
+from stillroom.ops.thread_pools import short_switch_interval
 from stillroom.server.limits.connections import ConnectionLimits, protocol_of
 from stillroom.server.limits.draining import Draining
 from stillroom.server.loading import Loading, LoadingApp
@@ -90,7 +90,7 @@ class HttpServer:
         self._server = _DrainingServer(config, loading_app, partial(load, loading), on_ready)
         self._server.should_exit = self._is_stopping
         try:
-            with self._signals(), quick_handovers():
+            with self._signals(), short_switch_interval():
                 try:
                     self._server.run(sockets=[self._socket])
                 finally:

@@ -31,7 +31,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.models.loader import load_decoder
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
@@ -75,7 +75,7 @@ def run_speculation(
     corpus = _Corpus(scope.datasets, work_dir, scope, on_progress)
     shape = shape or Shape()
     on_progress("loading the model")
-    engine = in_a_thread_that_ends(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
+    engine = run_in_short_lived_thread(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
     with AsyncEngine(engine) as running:
         bench = _SpeculationBench(corpus, running, shape.vocab_size, scope)
         samples = run_arms(

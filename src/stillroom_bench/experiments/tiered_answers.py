@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.ops.thread_pools import quick_handovers
+from stillroom.ops.thread_pools import short_switch_interval
 from stillroom.planner.constraints import Shortfall, smallest_hit_rate
 from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
@@ -116,7 +116,7 @@ def run_answers(
                 Arm(name, _AnswersRun(house, tiers, held, dispatches, questions, scope.nprobe, alone, slos))
                 for name, held, dispatches in _arms(plans, scope.nlist)
             ]
-            with quick_handovers():  # as a server does
+            with short_switch_interval():  # as a server does
                 samples = run_arms(
                     arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
                 )

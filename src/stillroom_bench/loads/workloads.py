@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import EmbedderConfig
 from stillroom.errors import DocumentError, UsageError
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.atomic_files import load_arrays, save_arrays
 from stillroom.retrieval.embedder import Embedder
 
@@ -84,7 +84,7 @@ def clustered_vectors(real: Vectors, size: int, seed: int) -> Vectors:
         return np.ascontiguousarray(real[order[:size]])
     index = faiss.IndexFlatIP(real.shape[1])
     index.add(np.ascontiguousarray(real))
-    neighbours = in_a_thread_that_ends(lambda: index.search(real, min(_NUM_NEIGHBOURS + 1, len(real))))[1]
+    neighbours = run_in_short_lived_thread(lambda: index.search(real, min(_NUM_NEIGHBOURS + 1, len(real))))[1]
     rng = np.random.default_rng([seed, 1])
     made = [_made_vector(real, neighbours, rng) for _ in range(size - len(real))]
     return np.concatenate([real[order], np.stack(made)])

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
 from stillroom.retrieval.vector_index import VectorIndex, exact_scores, one_thread, stages
@@ -80,7 +80,7 @@ class FlatIndex(VectorIndex):
 
     def exact(self, queries: NDArray[np.float32], k: int) -> NDArray[np.int64]:
         """Return the ids [q, k] nearest to queries [q, d], padded with -1."""
-        ids: NDArray[np.int64] = in_a_thread_that_ends(lambda: self._index.search(queries, k))[1]
+        ids: NDArray[np.int64] = run_in_short_lived_thread(lambda: self._index.search(queries, k))[1]
         return ids
 
     def sample(self, num: int, rng: np.random.Generator) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
 from stillroom.retrieval.vector_index import VectorIndex, exact_scores, stages
@@ -79,7 +79,7 @@ class HnswIndex(VectorIndex):
         self._positions.update(zip(ids.tolist(), range(len(self._ids), len(self._ids) + len(ids)), strict=True))
         self._ids = np.concatenate([self._ids, ids])
         rows = np.ascontiguousarray(vectors, dtype=np.float32)
-        in_a_thread_that_ends(lambda: self._graph.add(rows))
+        run_in_short_lived_thread(lambda: self._graph.add(rows))
 
     def remove(self, ids: Sequence[int]) -> None:
         for chunk_id in ids:
@@ -200,7 +200,7 @@ class HnswIndex(VectorIndex):
         dead = self._dead_positions()
         selector = faiss.IDSelectorBatch(dead)
         parameters = faiss.SearchParameters(sel=faiss.IDSelectorNot(selector)) if len(dead) else None
-        positions = in_a_thread_that_ends(lambda: self._graph.storage.search(queries, k, params=parameters))[1]
+        positions = run_in_short_lived_thread(lambda: self._graph.storage.search(queries, k, params=parameters))[1]
         ids: NDArray[np.int64] = np.append(self._ids, -1)[positions]  # position -1 reads the appended -1
         return ids
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.index.flat import FlatIndex
@@ -214,7 +214,7 @@ class IvfPqIndex(VectorIndex):
         if self._lists is None or self._config.refine:
             self._exact.add(ids, vectors)
         if self._lists is not None:
-            in_a_thread_that_ends(lambda: self._lists.add_with_ids(vectors, ids))
+            run_in_short_lived_thread(lambda: self._lists.add_with_ids(vectors, ids))
 
     def _ranking(
         self, query: NDArray[np.float32], k: int, ids: NDArray[np.int64], scores: NDArray[np.float32]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists
@@ -215,7 +215,7 @@ class TieredIvfPqIndex(VectorIndex):
         best = np.full((len(queries), k), -1, dtype=np.int64)
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
         for ids, vectors in self._rows.in_order():
-            more = in_a_thread_that_ends(partial(faiss.knn, queries, vectors, min(k, len(vectors)), _IP))
+            more = run_in_short_lived_thread(partial(faiss.knn, queries, vectors, min(k, len(vectors)), _IP))
             scores = np.concatenate([scores, more[0]], axis=1)
             best = np.concatenate([best, ids[more[1]]], axis=1)
             order = np.argsort(-scores, axis=1, kind="stable")[:, :k]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.ops.thread_pools import in_a_thread_that_ends
+from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.ranking import Ranking, best_of
@@ -77,7 +77,7 @@ class TieredRows:
             self._spill.put(len(self._recent_ids), vectors)
         start = len(self.file.ids) + len(self._recent_ids)
         rows = np.arange(start, start + len(ids), dtype=np.int64)
-        in_a_thread_that_ends(lambda: self._recent.add_with_ids(vectors, rows))
+        run_in_short_lived_thread(lambda: self._recent.add_with_ids(vectors, rows))
         self._recent_ids = np.append(self._recent_ids, ids)
         self._is_recent_kept = np.append(self._is_recent_kept, np.ones(len(ids), dtype=bool))
 
