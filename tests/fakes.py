@@ -47,7 +47,7 @@ def random_checkpoint(folder: Path, kind: str, *, seed: int = 0, shards: bool = 
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # biases and norms start as zeros and ones, which would hide mistakes
+    with torch.no_grad():  # biases and norms start as zeros and ones, which would hide errors
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,4 +1,4 @@
-"""What tests of the engine share: a tiny model, and one thread."""
+"""Fixtures of the engine tests: a tiny model, and one thread for it."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tests.fakes import random_checkpoint
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The model is tiny: two threads would only wait for each other."""
+    """Use one thread: with a tiny model two threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""An engine on a checkpoint, run by hand: every step is followed by an integrity check."""
+"""Drives an engine on a checkpoint step by step, with an integrity check after each step."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def engine_on(
     dtype: Dtype = "auto",
     device: str = "cpu",
 ) -> Engine:
-    """An engine whose KV pool has exactly `num_blocks` blocks."""
+    """Return an engine whose KV pool has exactly `num_blocks` blocks."""
     decoder = _decoder(folder, dtype, device)
     spec = decoder.spec
     per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
@@ -40,7 +40,7 @@ def engine_on(
 
 @lru_cache(maxsize=4)
 def _decoder(folder: Path, dtype: Dtype, device: str) -> Decoder:
-    """Read once: a decoder has no state, and hundreds of engines are built on the same one."""
+    """Load a decoder once; it has no state, and hundreds of engines share it."""
     return load_decoder(folder, device=device, dtype=dtype)
 
 
@@ -51,7 +51,7 @@ def request(
     stop: Sequence[int] = (),
     **sampling: Any,
 ) -> Request:
-    """A request whose prompt has these segments: system, chunks, question."""
+    """Return a request whose prompt has these segments: system, chunks, question."""
     kinds = [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * (len(segments) - 2), SegmentKind.QUESTION][-len(segments) :]
     prompt = SegmentedPrompt(tuple(Segment(k, tuple(ids)) for k, ids in zip(kinds, segments, strict=True)))
     params = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -63,7 +63,7 @@ def random_segments(rng: np.random.Generator, vocab_size: int, lengths: Sequence
 
 
 def samples_of(one: Request, count: int) -> list[Request]:
-    """The request and further samples of it, each with its own name and seed."""
+    """Return the request and further samples of it, each with its own id and seed."""
     return [
         dataclasses.replace(
             one,
@@ -84,11 +84,11 @@ class Run:
         self.errors: dict[str, Exception] = {}
         self.num_steps = 0
         self.most_running = 0
-        """Requests that ran at the same time."""
+        """Most requests that ran at the same time."""
         self.most_users = 0
-        """Of one block: more than one after a fork."""
+        """Most users of one block: more than one after a fork."""
         self.num_preemptions = 0
-        """At least so many: steps after which more requests wait than before."""
+        """Lower bound: steps after which more requests wait than before."""
 
     def submit(self, *requests: Request) -> None:
         for one in requests:
@@ -96,13 +96,13 @@ class Run:
             self.engine.submit(one)
 
     def submit_samples(self, *requests: Request) -> None:
-        """One group: the same prompt, computed once."""
+        """Submit a group of samples of one prompt."""
         for one in requests:
             self.tokens[one.request_id] = []
         self.engine.submit(*requests)
 
     def cancel(self, name: str) -> int:
-        """How many blocks that freed."""
+        """Cancel a request; returns the number of freed blocks."""
         pool = self.engine.scheduler.kv.pool
         num_used = pool.num_used
         self.engine.cancel(RequestId(name))
@@ -128,7 +128,7 @@ class Run:
         assert self.num_steps < 5000, "the engine makes no progress"
 
     def finish(self) -> None:
-        """Run until nothing is left; every block is free then."""
+        """Run until no work is left, and assert that every block is free."""
         while self.engine.has_work:
             self.step()
         pool = self.engine.scheduler.kv.pool

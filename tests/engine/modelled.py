@@ -1,4 +1,4 @@
-"""An engine without a model, on a clock of its own: every step takes one second."""
+"""An engine without a model, on a virtual clock: every step takes one second."""
 
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import RequestId
@@ -20,7 +20,7 @@ class _OneSecond:
 
 
 def modelled_engine(*, slots: int = 4, timeout: float = 0.0, batch_delay: float = 0.0) -> Engine:
-    """16 tokens a step; KV for 256."""
+    """Return an engine with 16 tokens per step and KV for 256."""
     clock = VirtualClock()
     limits = SchedulerLimits(
         max_num_seqs=slots, max_num_batched_tokens=16, max_model_len=200, batch_delay_s=batch_delay

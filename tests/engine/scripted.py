@@ -1,4 +1,4 @@
-"""A server that plays a script over real sockets: one reply for each request, then the connection closes."""
+"""A server with scripted replies over real sockets: one reply per request, then the connection closes."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Reply = bytes | Callable[[socket.socket], None]
-"""What is sent before the connection closes, or what is done with it."""
+"""Bytes to send before the connection closes, or a function of the connection."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ def read_request(connection: socket.socket) -> Asked | None:
 
 
 def reply(status: int, content: object, headers: str = "") -> bytes:
-    """A whole response of JSON."""
+    """Return a whole JSON response."""
     body = json.dumps(content).encode()
     head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\nconnection: close\r\n{headers}"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

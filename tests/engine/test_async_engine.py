@@ -1,4 +1,4 @@
-"""The engine's thread: every request gets exactly one last event, whatever happens."""
+"""The engine's thread: every request gets exactly one last event."""
 
 import queue
 import threading
@@ -61,7 +61,7 @@ def test_many_submitters_get_their_own_tokens(folder: Path) -> None:
 
 def test_cancel_ends_a_request_and_frees_its_blocks(folder: Path) -> None:
     inner = engine_on(folder)
-    runner = inner.runner = Halting(inner.runner)
+    runner = inner.runner = HaltingRunner(inner.runner)
     with AsyncEngine(inner) as engine:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         engine.submit(request("long", [[3, 4]], max_tokens=400), events.put)
@@ -74,15 +74,15 @@ def test_cancel_ends_a_request_and_frees_its_blocks(folder: Path) -> None:
         engine.cancel(RequestId("long"))
 
 
-def test_close_aborts_what_runs_and_refuses_what_comes(folder: Path) -> None:
+def test_close_aborts_running_requests_and_refuses_new_ones(folder: Path) -> None:
     inner = engine_on(folder)
-    runner = inner.runner = Halting(inner.runner)
+    runner = inner.runner = HaltingRunner(inner.runner)
     engine = AsyncEngine(inner)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     engine.submit(request("long", [[3, 4]], max_tokens=400), events.put)
     runner.may_go_on.release()
     events.get(timeout=30)
-    engine.run(lambda _: until(lambda: not engine._commands.empty()))  # what comes next is the end
+    engine.run(lambda _: until(lambda: not engine._commands.empty()))  # the next event is the last
     runner.may_go_on.release()
     engine.close()
     engine.close()
@@ -93,7 +93,7 @@ def test_close_aborts_what_runs_and_refuses_what_comes(folder: Path) -> None:
         engine.submit(request("late", [[3]]), events.put)
 
 
-class Failing:
+class FailingRunner:
     """A runner that cannot run one request."""
 
     def __init__(self, runner: Runner, name: str, error: BaseException) -> None:
@@ -108,14 +108,14 @@ class Failing:
         self._runner.recover()
 
 
-class Panic(BaseException):
-    """As a library written in Rust raises it."""
+class RustPanic(BaseException):
+    """The class of exception that a panic in a Rust library raises."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), Panic("index out of bounds")])
-def test_a_request_that_cannot_run_ends_and_the_engine_goes_on(folder: Path, error: BaseException) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), RustPanic("index out of bounds")])
+def test_request_that_cannot_run_ends_and_the_engine_continues(folder: Path, error: BaseException) -> None:
     inner = engine_on(folder)
-    inner.runner = Failing(inner.runner, "unlucky", error)
+    inner.runner = FailingRunner(inner.runner, "unlucky", error)
     with AsyncEngine(inner) as engine:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         engine.submit(request("unlucky", [[3, 4]]), events.put)
@@ -127,7 +127,7 @@ def test_a_request_that_cannot_run_ends_and_the_engine_goes_on(folder: Path, err
 
 
 def is_accepted(engine: AsyncEngine, one: Request, listener: Callable[[TokenEvent], None]) -> bool:
-    """Submit a request; return whether there was room for it."""
+    """Submit a request; returns whether the queue accepted it."""
     try:
         engine.submit(one, listener)
     except QueueFullError:
@@ -135,7 +135,7 @@ def is_accepted(engine: AsyncEngine, one: Request, listener: Callable[[TokenEven
     return True
 
 
-def test_a_request_that_cannot_be_started_ends_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_cannot_be_started_ends_and_the_engine_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = modelled_engine()
     start = inner.submit
 
@@ -157,7 +157,7 @@ def test_a_request_that_cannot_be_started_ends_and_the_engine_goes_on(monkeypatc
         assert read_all(first)[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_command_that_fails_costs_nobody_else_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_command_affects_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = modelled_engine()
 
     def broken(*_: object) -> None:
@@ -175,15 +175,17 @@ def test_a_command_that_fails_costs_nobody_else_anything(monkeypatch: pytest.Mon
             both_came.set()
             assert read_all(events)[-1].finish_reason is FinishReason.ABORTED
             engine.submit(ask("good", max_tokens=5), events.put)
-            assert [event.request_id for event in read_all(events)] == ["good"] * 5, "though the other one goes on"
+            assert [event.request_id for event in read_all(events)] == ["good"] * 5, (
+                "though the other request continues"
+            )
 
 
-@pytest.mark.parametrize("error", [MemoryError(), Panic()])
-def test_whoever_waits_is_told_when_the_engine_itself_fails(
+@pytest.mark.parametrize("error", [MemoryError(), RustPanic()])
+def test_every_request_gets_a_last_event_when_the_engine_fails(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     inner = modelled_engine(slots=1)
-    runner = inner.runner = Halting(inner.runner)
+    runner = inner.runner = HaltingRunner(inner.runner)
 
     def broken(*_: object) -> None:
         raise error
@@ -193,7 +195,7 @@ def test_whoever_waits_is_told_when_the_engine_itself_fails(
     engine.submit(ask("runs"), events["runs"].put)
     assert runner.is_waiting.acquire(timeout=30)
     was_alive = engine.is_alive
-    engine.submit(ask("queued"), events["queued"].put)  # a command that nobody has carried out yet
+    engine.submit(ask("queued"), events["queued"].put)  # a command that has not run yet
     for name in ("abandon_audit", "cancel"):
         monkeypatch.setattr(inner, name, broken)
     monkeypatch.setattr(inner.scheduler, "update", broken)
@@ -207,7 +209,7 @@ def test_whoever_waits_is_told_when_the_engine_itself_fails(
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_an_engine_goes_on_after_a_decision_that_failed_only_if_its_blocks_add_up(
+def test_engine_continues_after_a_failed_decision_only_if_its_blocks_are_accounted_for(
     monkeypatch: pytest.MonkeyPatch, is_sound: bool
 ) -> None:
     inner = modelled_engine()
@@ -235,12 +237,12 @@ def test_an_engine_goes_on_after_a_decision_that_failed_only_if_its_blocks_add_u
                 engine.submit(ask("two"), events.put)
 
 
-class Unplugged:
-    """A runner whose device is lost, until it is plugged in again."""
+class DisconnectedRunner:
+    """A runner whose device is lost until `is_connected` is set."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.is_plugged = threading.Event()
+        self.is_connected = threading.Event()
 
     def execute(self, batch: Batch) -> StepResult:
         self._check()
@@ -251,17 +253,17 @@ class Unplugged:
         self._runner.recover()
 
     def _check(self) -> None:
-        if not self.is_plugged.is_set():
+        if not self.is_connected.is_set():
             raise RuntimeError("CUDA error: no CUDA-capable device is detected")
 
 
-def test_an_engine_tries_its_lost_device_again_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_retries_its_lost_device(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = modelled_engine()
     inner.clock = SystemClock()
     monkeypatch.setattr(recovery, "LONGEST_PAUSE", 0.005)
     inner._recovery = recovery.Recovery(lambda: inner.runner.recover(), inner.clock)
     monkeypatch.setattr(inner._recovery, "_pause", 0.005)
-    inner.runner = runner = Unplugged(inner.runner)
+    inner.runner = runner = DisconnectedRunner(inner.runner)
     with AsyncEngine(inner) as engine:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         engine.submit(ask("one"), events.put)
@@ -269,13 +271,13 @@ def test_an_engine_tries_its_lost_device_again_while_it_is_idle(monkeypatch: pyt
         with pytest.raises(DeviceLostError):
             engine.submit(ask("two"), events.put)
         assert engine.is_alive and engine.device_problem is not None and engine.num_device_losses == 1
-        runner.is_plugged.set()
+        runner.is_connected.set()
         until(lambda: engine.device_problem is None)
         engine.submit(ask("three", max_tokens=5), events.put)
         assert read_all(events)[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_broken_listener_costs_only_its_own_request(folder: Path) -> None:
+def test_broken_listener_affects_only_its_own_request(folder: Path) -> None:
     def broken(event: TokenEvent) -> None:
         raise ValueError("closed")
 
@@ -286,13 +288,13 @@ def test_a_broken_listener_costs_only_its_own_request(folder: Path) -> None:
         assert len([event for event in read_all(events) if event.token_id is not None]) == 50
 
 
-def test_an_impossible_request_is_refused_at_once(folder: Path) -> None:
+def test_impossible_request_is_refused_at_submit(folder: Path) -> None:
     with AsyncEngine(engine_on(folder)) as engine, pytest.raises(PromptTooLongError):
         engine.submit(request("huge", [[3] * 600]), lambda event: None)
 
 
-class Halting:
-    """A runner whose steps wait for permission; says when one waits."""
+class HaltingRunner:
+    """A runner whose steps wait for permission, and that signals when one waits."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -307,9 +309,9 @@ class Halting:
         self._runner.recover()
 
 
-def test_no_more_wait_than_may_also_if_many_come_at_once() -> None:
+def test_queue_limit_holds_for_concurrent_submits() -> None:
     inner = modelled_engine(slots=1)
-    runner = inner.runner = Halting(inner.runner)
+    runner = inner.runner = HaltingRunner(inner.runner)
     done: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     refused: queue.SimpleQueue[QueueFullError] = queue.SimpleQueue()
     with AsyncEngine(inner, max_waiting=5) as engine:
@@ -322,7 +324,7 @@ def test_no_more_wait_than_may_also_if_many_come_at_once() -> None:
             except QueueFullError as error:
                 refused.put(error)
 
-        # The engine's thread is in a step, so all of them are commands that nobody has carried out yet.
+        # The engine's thread is in a step, so none of these commands has run yet.
         threads = [threading.Thread(target=submit, args=(number,)) for number in range(20)]
         for thread in threads:
             thread.start()
@@ -333,16 +335,16 @@ def test_no_more_wait_than_may_also_if_many_come_at_once() -> None:
 
         runner.may_go_on.release()
         assert runner.is_waiting.acquire(timeout=30)
-        assert engine.num_waiting == 4, "one of them runs now"
+        assert engine.num_waiting == 4, "one request runs now"
         submit(20)
         submit(21)
-        assert refused.qsize() == 15, "there was room for one"
+        assert refused.qsize() == 15, "the queue had space for one"
         runner.may_go_on.release(10)
         assert len([done.get(timeout=30) for _ in range(7)]) == 7
         assert done.empty()
 
 
-def test_who_is_refused_is_told_how_long_a_place_takes_by_how_fast_requests_end() -> None:
+def test_refusal_estimates_the_wait_from_the_rate_of_ended_requests() -> None:
     backlog = Backlog(max_waiting=2)
     backlog.begin(100.0)
 
@@ -352,7 +354,7 @@ def test_who_is_refused_is_told_how_long_a_place_takes_by_how_fast_requests_end(
         return refused.value.retry_after_seconds
 
     assert told(100.2) == 1.0
-    assert told(107.0) == 7.0, "none has ended in this time"
+    assert told(107.0) == 7.0, "no request has ended in this time"
     for at in (104.0, 106.0, 110.0):
         backlog.end(at)
     assert told(112.0) == 4.0
@@ -363,7 +365,7 @@ def test_who_is_refused_is_told_how_long_a_place_takes_by_how_fast_requests_end(
     assert told(1003.0) == 3.0, "idle time does not count"
 
 
-def test_in_a_full_house_a_tenant_with_less_than_his_share_is_let_in() -> None:
+def test_full_queue_accepts_a_tenant_below_its_share() -> None:
     backlog, waiting = Backlog(max_waiting=6), ["anna"] * 5
 
     def is_let_in(tenant: str) -> bool:
@@ -382,13 +384,13 @@ def test_in_a_full_house_a_tenant_with_less_than_his_share_is_let_in() -> None:
     assert is_let_in("anna")
 
 
-def test_no_limit_is_no_limit() -> None:
+def test_zero_queue_limit_accepts_all_requests() -> None:
     backlog = Backlog(max_waiting=0)
     for _ in range(10_000):
         backlog.accept("", 5_000, lambda: pytest.fail("waiting requests are counted without a limit"), 0.0)
 
 
-def test_an_idle_engine_waits_for_company_and_no_longer() -> None:
+def test_idle_engine_waits_for_the_batch_delay_and_no_longer() -> None:
     inner = modelled_engine(batch_delay=0.01)
     inner.clock = SystemClock()
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
@@ -399,7 +401,7 @@ def test_an_idle_engine_waits_for_company_and_no_longer() -> None:
         assert inner.clock.monotonic() - started >= 0.01
 
 
-def test_who_waits_for_company_is_late_at_its_deadline() -> None:
+def test_deadline_ends_a_request_during_the_batch_delay() -> None:
     inner = modelled_engine(batch_delay=1000.0)
     inner.clock = SystemClock()
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
@@ -408,7 +410,7 @@ def test_who_waits_for_company_is_late_at_its_deadline() -> None:
         assert isinstance(read_all(events)[-1].error, DeadlineExceededError)
 
 
-def test_company_that_fills_a_step_is_not_waited_for_any_longer() -> None:
+def test_full_step_ends_the_batch_delay() -> None:
     inner = modelled_engine(batch_delay=1000.0)
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     with AsyncEngine(inner) as engine:

@@ -1,4 +1,4 @@
-"""Audits: who is compared, what counts as agreement, and what follows from too little of it."""
+"""Audits: which answers are compared, what counts as agreement, and how the ratio changes."""
 
 import math
 import random
@@ -22,16 +22,16 @@ from stillroom.errors import NonFiniteError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from tests.engine.test_corpora import Library
-from tests.engine.test_reuse import House, question
+from tests.engine.engine_fixture import EngineFixture, question
+from tests.engine.test_corpora import FakeCorpus
 from tests.fakes import random_checkpoint
 
 PLACED = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.ANYWHERE, 2),), 0.0, 0.0)
 EXACT = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.HIT),), 0.0, 0.0)
 
 
-class Said:
-    """An audit, and what it told the engine to do."""
+class AuditFixture:
+    """An audit, and the options that it allowed."""
 
     def __init__(self, ratio: float = 0.15, share: float = 1.0, limit: float = 0.2) -> None:
         self.allowed: list[float | None] = []
@@ -47,7 +47,7 @@ class Said:
     def answer(
         self, *tokens: int, reuse: PromptReuse = PLACED, reason: FinishReason = FinishReason.STOP
     ) -> Request | None:
-        """A finished answer; returns the audit that follows."""
+        """Finish an answer; returns its audit."""
         self._number += 1
         request = Request(
             request_id=RequestId(f"r{self._number}"),
@@ -68,88 +68,88 @@ class Said:
         assert self.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.LENGTH, 0.0))
 
 
-def test_an_audit_that_computes_nan_is_not_counted() -> None:
-    said = Said()
-    shadow = said.answer(5, 6, 7)
+def test_audit_that_computes_nan_is_not_counted() -> None:
+    fixture = AuditFixture()
+    shadow = fixture.answer(5, 6, 7)
     assert shadow is not None
-    assert said.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.ABORTED, 0.0, NonFiniteError()))
-    assert said.audit.stats.num_audited == 0 and said.audit.next() is None
+    assert fixture.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.ABORTED, 0.0, NonFiniteError()))
+    assert fixture.audit.stats.num_audited == 0 and fixture.audit.next() is None
 
 
-def test_the_audited_prompt_runs_again_without_placing() -> None:
-    said = Said()
-    shadow = said.answer(5, 6, 7)
+def test_audited_prompt_runs_again_without_placing() -> None:
+    fixture = AuditFixture()
+    shadow = fixture.answer(5, 6, 7)
     assert shadow is not None and not shadow.may_place and shadow.request_id == "audit-r1"
     assert shadow.sampling.max_tokens == 4, "the answer ended after three, so the fourth must not come"
-    said.check(shadow, 5, 6, 7)
-    assert (said.audit.stats.num_audited, said.audit.stats.num_disagreed) == (1, 0)
-    said.check(said.answer(5, 6, 7), 5, 6, 7, 8)
-    assert said.audit.stats.num_disagreed == 1
+    fixture.check(shadow, 5, 6, 7)
+    assert (fixture.audit.stats.num_audited, fixture.audit.stats.num_disagreed) == (1, 0)
+    fixture.check(fixture.answer(5, 6, 7), 5, 6, 7, 8)
+    assert fixture.audit.stats.num_disagreed == 1
 
 
-def test_of_a_long_answer_its_first_tokens_count() -> None:
-    said = Said()
-    shadow = said.answer(*range(30))
+def test_audit_compares_the_first_tokens_of_a_long_answer() -> None:
+    fixture = AuditFixture()
+    shadow = fixture.answer(*range(30))
     assert shadow is not None and shadow.sampling.max_tokens == NUM_TOKENS
-    said.check(shadow, *range(NUM_TOKENS))
-    assert said.audit.stats.num_disagreed == 0
+    fixture.check(shadow, *range(NUM_TOKENS))
+    assert fixture.audit.stats.num_disagreed == 0
 
 
-def test_of_an_answer_that_was_cut_what_was_said_counts() -> None:
-    said = Said()
-    shadow = said.answer(1, 2, reason=FinishReason.ABORTED)
+def test_audit_compares_the_tokens_of_an_aborted_answer() -> None:
+    fixture = AuditFixture()
+    shadow = fixture.answer(1, 2, reason=FinishReason.ABORTED)
     assert shadow is not None and shadow.sampling.max_tokens == 2
 
 
 def test_exact_answers_are_not_audited() -> None:
-    assert Said().answer(1, 2, reuse=EXACT) is None
+    assert AuditFixture().answer(1, 2, reuse=EXACT) is None
 
 
-def test_a_share_is_audited() -> None:
-    said = Said(share=0.1)
+def test_configured_share_of_answers_is_audited() -> None:
+    fixture = AuditFixture(share=0.1)
     count = 0
     for _ in range(500):
-        shadow = said.answer(1)
+        shadow = fixture.answer(1)
         if shadow is not None:
-            said.check(shadow, 1)
+            fixture.check(shadow, 1)
             count += 1
     assert 30 <= count <= 70
-    assert said.allowed == []
+    assert fixture.allowed == []
 
 
-def test_the_ratio_is_doubled_and_then_nothing_is_placed() -> None:
-    said = Said(ratio=0.2, limit=0.2)
+def test_ratio_doubles_until_nothing_is_placed() -> None:
+    fixture = AuditFixture(ratio=0.2, limit=0.2)
     for _ in range(12):
-        said.check(said.answer(1), 2)
-        if said.audit.stats.options is None:
+        fixture.check(fixture.answer(1), 2)
+        if fixture.audit.stats.options is None:
             break
-    assert said.allowed == [0.4, None]
-    assert said.audit.stats.upper_bound == 1.0
-    assert said.answer(1) is None, "nothing is placed, so there is nothing to audit"
+    assert fixture.allowed == [0.4, None]
+    assert fixture.audit.stats.upper_bound == 1.0
+    assert fixture.answer(1) is None, "nothing is placed, so there is nothing to audit"
 
 
-def test_answers_of_the_old_ratio_say_nothing_of_the_new_one() -> None:
-    said = Said(ratio=0.2, limit=0.2)
-    shadow = said.answer(1)
+def test_answers_of_the_old_ratio_are_no_evidence_for_the_new_one() -> None:
+    fixture = AuditFixture(ratio=0.2, limit=0.2)
+    shadow = fixture.answer(1)
     for _ in range(8):
-        assert said.answer(1) is None, "one audit at a time; they wait"
+        assert fixture.answer(1) is None, "one audit at a time; others wait"
     answering = Request(
         request_id=RequestId("answering"),
         prompt=SegmentedPrompt((Segment(SegmentKind.QUESTION, (1, 2)),)),
         sampling=SamplingParams(max_tokens=50),
     )
-    said.audit.on_submit(answering)
-    said.audit.observe(TokenEvent(answering.request_id, 1, None, 0.0, reuse=PLACED))
-    while not said.allowed:
-        said.check(shadow, 2)
-        shadow = said.audit.next()
-    said.audit.observe(TokenEvent(answering.request_id, None, FinishReason.STOP, 0.0))
-    assert shadow is None and said.audit.next() is None
-    said.check(said.answer(1), 2)
-    assert said.allowed == [0.4] and said.audit.stats.upper_bound == 1.0, "of one answer"
+    fixture.audit.on_submit(answering)
+    fixture.audit.observe(TokenEvent(answering.request_id, 1, None, 0.0, reuse=PLACED))
+    while not fixture.allowed:
+        fixture.check(shadow, 2)
+        shadow = fixture.audit.next()
+    fixture.audit.observe(TokenEvent(answering.request_id, None, FinishReason.STOP, 0.0))
+    assert shadow is None and fixture.audit.next() is None
+    fixture.check(fixture.answer(1), 2)
+    assert fixture.allowed == [0.4] and fixture.audit.stats.upper_bound == 1.0, "the evidence of one answer"
 
 
-def test_a_safer_setting_is_the_double_until_computing_everything_is_as_fast() -> None:
+def test_next_safer_setting_doubles_until_a_full_prefill_is_as_fast() -> None:
     ratio, alpha = AnywhereOptions(0.2, "question"), AnywhereOptions(0.2, "question", alpha=1.5)
     safer = ratio.next_safer()
     assert safer is not None and safer.recompute_ratio == 0.4 and safer.next_safer() is None
@@ -160,62 +160,62 @@ def test_a_safer_setting_is_the_double_until_computing_everything_is_as_fast() -
     assert (str(ratio), str(alpha)) == ("recompute ratio 0.2", "alpha 1.5")
 
 
-def test_chance_alone_changes_nothing() -> None:
-    """One answer in ten differs, one in four may: hardly ever is more than that sure."""
-    said, randomness = Said(limit=0.25), random.Random(4)
+def test_chance_alone_does_not_change_the_ratio() -> None:
+    """One answer in ten differs and one in four may, so a significant excess is rare."""
+    fixture, randomness = AuditFixture(limit=0.25), random.Random(4)
     for _ in range(300):
-        said.check(said.answer(1), 1 if randomness.random() > 0.1 else 2)
-    assert said.allowed == []
-    assert 0.1 < said.audit.stats.upper_bound < 0.2
+        fixture.check(fixture.answer(1), 1 if randomness.random() > 0.1 else 2)
+    assert fixture.allowed == []
+    assert 0.1 < fixture.audit.stats.upper_bound < 0.2
 
 
-def test_the_ratio_comes_down_again_when_audits_agree() -> None:
-    said = Said(ratio=0.15, limit=0.25)
-    while said.allowed != [0.3]:
-        said.check(said.answer(1), 2)
-    num_bad = said.audit.stats.num_audited
-    while said.allowed == [0.3]:
-        said.check(said.answer(1), 1)
-    assert said.allowed == [0.3, 0.15]
-    assert said.audit.stats.num_audited - num_bad == 100, "the patience after one rise"
-    assert said.audit.stats.options == AnywhereOptions(0.15, "question")
+def test_ratio_is_lowered_again_when_audits_agree() -> None:
+    fixture = AuditFixture(ratio=0.15, limit=0.25)
+    while fixture.allowed != [0.3]:
+        fixture.check(fixture.answer(1), 2)
+    num_bad = fixture.audit.stats.num_audited
+    while fixture.allowed == [0.3]:
+        fixture.check(fixture.answer(1), 1)
+    assert fixture.allowed == [0.3, 0.15]
+    assert fixture.audit.stats.num_audited - num_bad == 100, "the patience after one rise"
+    assert fixture.audit.stats.options == AnywhereOptions(0.15, "question")
     for _ in range(1000):
-        said.check(said.answer(1), 1)
-    assert said.allowed == [0.3, 0.15], "never below the configured ratio"
+        fixture.check(fixture.answer(1), 1)
+    assert fixture.allowed == [0.3, 0.15], "never below the configured ratio"
 
 
-def test_the_ratio_stays_up_while_nearly_too_many_answers_differ() -> None:
-    said, randomness = Said(ratio=0.15, limit=0.25), random.Random(6)
-    while not said.allowed:
-        said.check(said.answer(1), 2)
+def test_ratio_stays_raised_while_nearly_too_many_answers_differ() -> None:
+    fixture, randomness = AuditFixture(ratio=0.15, limit=0.25), random.Random(6)
+    while not fixture.allowed:
+        fixture.check(fixture.answer(1), 2)
     for _ in range(1000):
-        said.check(said.answer(1), 1 if randomness.random() > 0.2 else 2)
-    assert said.allowed == [0.3]
+        fixture.check(fixture.answer(1), 1 if randomness.random() > 0.2 else 2)
+    assert fixture.allowed == [0.3]
 
 
-def test_a_ratio_that_keeps_failing_is_tried_ever_less_often() -> None:
-    """Half of the answers differ at 0.15 and none at 0.3, for ever."""
-    said, randomness = Said(ratio=0.15, limit=0.25), random.Random(7)
+def test_ratio_that_keeps_failing_is_tried_less_and_less_often() -> None:
+    """Half of the answers differ at 0.15 and none at 0.3, without end."""
+    fixture, randomness = AuditFixture(ratio=0.15, limit=0.25), random.Random(7)
     returns = []
     for number in range(20_000):
-        is_bad = not said.allowed or said.allowed[-1] == 0.15
-        num_changes = len(said.allowed)
-        said.check(said.answer(1), 2 if is_bad and randomness.random() < 0.5 else 1)
-        if len(said.allowed) > num_changes and said.allowed[-1] == 0.15:
+        is_bad = not fixture.allowed or fixture.allowed[-1] == 0.15
+        num_changes = len(fixture.allowed)
+        fixture.check(fixture.answer(1), 2 if is_bad and randomness.random() < 0.5 else 1)
+        if len(fixture.allowed) > num_changes and fixture.allowed[-1] == 0.15:
             returns.append(number)
-    assert set(said.allowed) == {0.15, 0.3}
+    assert set(fixture.allowed) == {0.15, 0.3}
     assert 4 <= len(returns) <= math.log2(20_000 / 50)
     gaps = [later - earlier for earlier, later in pairwise(returns)]
     assert all(later > 1.7 * earlier for earlier, later in pairwise(gaps)), gaps
 
 
-def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = House(
+def test_failed_audit_is_not_repeated(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = EngineFixture(
         decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_records=0
     )
-    house.run(question("a", 1, 2))
-    house.run(question("b", 2, 1))
-    engine = house.engine
+    fixture.run(question("a", 1, 2))
+    fixture.run(question("b", 2, 1))
+    engine = fixture.engine
     assert engine.do_idle_work() and engine.has_work
     execute = engine.runner.execute
 
@@ -225,7 +225,7 @@ def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: p
     monkeypatch.setattr(engine.runner, "execute", broken)
     with AsyncEngine(engine) as running:
         while running.num_running or running.num_waiting:
-            pass  # the failed step gives it up
+            pass  # the failed step abandons the audit
         monkeypatch.setattr(engine.runner, "execute", execute)
         ended = threading.Event()
         running.submit(question("c", 1), lambda event: ended.set() if event.finish_reason else None)
@@ -234,17 +234,17 @@ def test_an_audit_that_fails_is_not_tried_again(decoder: Decoder, monkeypatch: p
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_an_answer_from_a_removed_document_is_not_audited(decoder: Decoder, is_running: bool) -> None:
-    house = House(
+def test_answer_from_a_removed_document_is_not_audited(decoder: Decoder, is_running: bool) -> None:
+    fixture = EngineFixture(
         decoder, None, blocks=80, mode="anywhere", load="always", recompute_ratio=0.0, audit_share=1.0, disk_records=0
     )
-    engine, library = house.engine, Library(1, 2)
-    engine.follow("", library)
-    house.run(question("a", 1, 2))
-    house.run(question("b", 2, 1))
+    engine, corpus = fixture.engine, FakeCorpus(1, 2)
+    engine.follow("", corpus)
+    fixture.run(question("a", 1, 2))
+    fixture.run(question("b", 2, 1))
     if is_running:
         assert engine.do_idle_work() and engine.has_work
-    library.remove(1)
+    corpus.remove(1)
     engine.catch_up()
     assert not engine.has_work and not engine.do_idle_work()
     engine.check_integrity()
@@ -261,8 +261,8 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_an_engine_audits_when_nobody_waits_and_says_nothing_of_it(decoder: Decoder, ratio: float) -> None:
-    house = House(
+def test_idle_engine_audits_without_events(decoder: Decoder, ratio: float) -> None:
+    fixture = EngineFixture(
         decoder,
         None,
         blocks=80,
@@ -272,17 +272,17 @@ def test_an_engine_audits_when_nobody_waits_and_says_nothing_of_it(decoder: Deco
         audit_share=1.0,
         max_disagreement=1.0,
     )
-    house.run(question("a", 1, 2, 3))
-    house.run(question("b", 3, 1, 2, max_tokens=8))
+    fixture.run(question("a", 1, 2, 3))
+    fixture.run(question("b", 3, 1, 2, max_tokens=8))
     is_waiting = False
-    while not is_waiting and house.engine.do_idle_work():
-        is_waiting = house.engine.has_work
-    assert is_waiting, "an audit waits for its turn"
-    house.run(question("c", 1))  # which is not now
-    audit = house.engine.audit
+    while not is_waiting and fixture.engine.do_idle_work():
+        is_waiting = fixture.engine.has_work
+    assert is_waiting, "an audit waits"
+    fixture.run(question("c", 1))  # not while a request runs
+    audit = fixture.engine.audit
     assert audit is not None and audit.stats.num_audited == 0
-    while house.engine.has_work or house.engine.do_idle_work():
-        house.step()
-    assert audit.stats.num_audited == 1 and set(house.last) == {"a", "b", "c"}
+    while fixture.engine.has_work or fixture.engine.do_idle_work():
+        fixture.step()
+    assert audit.stats.num_audited == 1 and set(fixture.last) == {"a", "b", "c"}
     if ratio == 1.0:
-        assert audit.stats.num_disagreed == 0, "with everything computed again every answer agrees"
+        assert audit.stats.num_disagreed == 0, "with everything recomputed every answer agrees"

@@ -1,4 +1,4 @@
-"""The bounds hold at every look, find what is clearly bad soon, and agree with their definition."""
+"""The bounds hold at all times, detect bad rates soon, and agree with their definition."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ ABOVE = [
     next((count for count in range(seen + 1) if is_surely_above(LIMIT, count, seen, ALPHA / 2)), seen + 1)
     for seen in range(1, 501)
 ]
-"""Fewest disagreements after each number of audits that are surely too many."""
+"""Fewest disagreements that are significantly too many, by number of audits."""
 BELOW = [
     next((count for count in range(seen, -1, -1) if is_surely_below(LIMIT / 2, count, seen, ALPHA / 2)), -1)
     for seen in range(1, 501)
 ]
-"""Most disagreements that are surely few enough."""
+"""Most disagreements that are significantly few enough, by number of audits."""
 
 
 def running_counts(rate: float, num_runs: int) -> np.ndarray:
@@ -25,28 +25,28 @@ def running_counts(rate: float, num_runs: int) -> np.ndarray:
     return differs.cumsum(axis=1)
 
 
-def test_looking_after_every_audit_raises_few_false_alarms() -> None:
-    """2,000 runs of 500 audits with exactly as many disagreements as are allowed."""
+def test_false_alarms_stay_below_alpha_when_tested_after_every_audit() -> None:
+    """2,000 runs of 500 audits at exactly the allowed rate of disagreement."""
     false_alarms = (running_counts(LIMIT, 2000) >= ABOVE).any(axis=1).mean()
     assert false_alarms <= ALPHA
 
 
-def test_looking_after_every_audit_seldom_lowers_the_ratio_wrongly() -> None:
+def test_wrong_lowerings_stay_below_alpha_when_tested_after_every_audit() -> None:
     wrong = (running_counts(LIMIT / 2, 2000) <= BELOW).any(axis=1).mean()
     assert wrong <= ALPHA
 
 
-def test_a_clearly_bad_rate_is_found_within_150_audits() -> None:
+def test_bad_rate_is_detected_within_150_audits() -> None:
     found = running_counts(0.5, 2000) >= ABOVE
     assert found[:, :150].any(axis=1).mean() > 0.99
     assert np.median(found.argmax(axis=1) + 1) <= 35
 
 
-def test_a_good_rate_is_sure_within_three_hundred_audits() -> None:
+def test_good_rate_is_confirmed_within_300_audits() -> None:
     assert (running_counts(0.02, 2000) <= BELOW)[:, :300].any(axis=1).mean() > 0.99
 
 
-def test_the_upper_bound_covers_the_rate_at_every_look() -> None:
+def test_upper_bound_covers_the_rate_at_all_times() -> None:
     rate = 0.1
     bounds = {}
     escapes = 0
@@ -60,7 +60,7 @@ def test_the_upper_bound_covers_the_rate_at_every_look() -> None:
 
 
 @pytest.mark.parametrize(("count", "seen"), [(0, 1), (3, 40), (7, 500)])
-def test_the_bound_is_where_the_averaged_likelihood_ratio_reaches_its_limit(count: int, seen: int) -> None:
+def test_bound_is_where_the_averaged_likelihood_ratio_reaches_its_limit(count: int, seen: int) -> None:
     bound = upper_bound(count, seen, ALPHA)
     mixture, _ = quad(lambda rate: rate**count * (1 - rate) ** (seen - count), 0, 1, epsabs=0, points=[count / seen])
     assert mixture / (bound**count * (1 - bound) ** (seen - count)) == pytest.approx(1 / ALPHA, rel=1e-6)

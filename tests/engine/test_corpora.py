@@ -1,4 +1,4 @@
-"""Nothing is kept of documents that are gone, whoever removed them and whenever that was."""
+"""No KV of removed documents is kept, whichever process removed them and when."""
 
 import threading
 from collections.abc import Collection
@@ -29,8 +29,8 @@ from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner
 SIZE = 4
 
 
-class Library:
-    """Documents that somebody else removes."""
+class FakeCorpus:
+    """Documents that another process removes."""
 
     def __init__(self, *documents: int) -> None:
         self.documents = {ChunkId(document) for document in documents}
@@ -46,13 +46,13 @@ class Library:
         self.num_changes += 1
 
 
-class Broken(Library):
+class UnreadableCorpus(FakeCorpus):
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         raise OSError("the disk is gone")
 
 
-class Removed(Library):
-    """As a knowledge base whose folder was deleted."""
+class RemovedCorpus(FakeCorpus):
+    """A knowledge base whose folder was deleted."""
 
     @property
     def num_changes(self) -> int:
@@ -66,7 +66,7 @@ class Removed(Library):
         raise KnowledgeBaseNotFoundError
 
 
-class Reader:
+class CorpusFixture:
     """An engine without tensors."""
 
     def __init__(self) -> None:
@@ -102,110 +102,110 @@ class Reader:
         return {record.chunk_id for record in self.memory.records.values()}
 
 
-def test_what_another_process_removed_is_not_stored_in_an_idle_moment() -> None:
-    reader, library = Reader(), Library(1, 2)
-    reader.engine.follow("", library)
-    reader.read("a", 1, 2)
-    library.remove(2)
-    while reader.engine.do_idle_work():
+def test_document_removed_by_another_process_is_not_stored_while_idle() -> None:
+    fixture, corpus = CorpusFixture(), FakeCorpus(1, 2)
+    fixture.engine.follow("", corpus)
+    fixture.read("a", 1, 2)
+    corpus.remove(2)
+    while fixture.engine.do_idle_work():
         pass
-    assert reader.stored() == {None, ChunkId(1)}
-    assert reader.tree.chunk_ids() == {ChunkId(1)}
+    assert fixture.stored() == {None, ChunkId(1)}
+    assert fixture.tree.chunk_ids() == {ChunkId(1)}
 
 
-def test_what_another_process_removed_goes_with_the_next_question() -> None:
-    reader, library = Reader(), Library(1, 2)
-    reader.engine.follow("", library)
-    reader.read("a", 1, 2)
-    library.remove(2)
-    reader.engine.submit(reader.request("b", 1))
-    assert reader.tree.chunk_ids() == {ChunkId(1)}
+def test_document_removed_by_another_process_is_dropped_with_the_next_question() -> None:
+    fixture, corpus = CorpusFixture(), FakeCorpus(1, 2)
+    fixture.engine.follow("", corpus)
+    fixture.read("a", 1, 2)
+    corpus.remove(2)
+    fixture.engine.submit(fixture.request("b", 1))
+    assert fixture.tree.chunk_ids() == {ChunkId(1)}
 
 
-def test_a_document_that_was_removed_between_search_and_prompt_is_not_kept() -> None:
-    reader, library = Reader(), Library(1, 2, 3)
-    reader.engine.follow("", library)
-    found = reader.request("a", 1, 2, 3)
-    library.remove(2)
-    reader.engine.catch_up()
-    reader.engine.submit(found)
-    reader.finish()
-    assert reader.tree.chunk_ids() == {ChunkId(1)}
+def test_document_removed_between_search_and_prompt_is_not_kept() -> None:
+    fixture, corpus = CorpusFixture(), FakeCorpus(1, 2, 3)
+    fixture.engine.follow("", corpus)
+    found = fixture.request("a", 1, 2, 3)
+    corpus.remove(2)
+    fixture.engine.catch_up()
+    fixture.engine.submit(found)
+    fixture.finish()
+    assert fixture.tree.chunk_ids() == {ChunkId(1)}
 
 
-def test_a_knowledge_base_that_is_gone_takes_all_of_its_tenants_kv_and_no_others() -> None:
-    reader = Reader()
+def test_removed_knowledge_base_drops_the_kv_of_its_tenant_only() -> None:
+    fixture = CorpusFixture()
     for name, salt in (("a", ""), ("b", "other")):
-        reader.engine.follow(salt, Library(1, 2))
-        reader.engine.submit(reader.request(name, 1, 2, salt=salt))
-        reader.finish()
-    while reader.engine.do_idle_work():
+        fixture.engine.follow(salt, FakeCorpus(1, 2))
+        fixture.engine.submit(fixture.request(name, 1, 2, salt=salt))
+        fixture.finish()
+    while fixture.engine.do_idle_work():
         pass
-    reader.engine.follow("other", Removed())
-    reader.engine.catch_up()
-    assert {node.owner for node in reader.tree} == {NO_TENANT}
-    on_disk = reader.memory.lower[Tier.DISK]
-    assert {reader.memory.records[key].owner for key in on_disk} == {NO_TENANT}
-    reader.engine.check_integrity()
+    fixture.engine.follow("other", RemovedCorpus())
+    fixture.engine.catch_up()
+    assert {node.owner for node in fixture.tree} == {NO_TENANT}
+    on_disk = fixture.memory.lower[Tier.DISK]
+    assert {fixture.memory.records[key].owner for key in on_disk} == {NO_TENANT}
+    fixture.engine.check_integrity()
 
 
-def test_nothing_is_kept_of_a_request_under_way_when_its_knowledge_base_is_gone() -> None:
-    reader = Reader()
-    reader.engine.follow("", Removed())
-    reader.engine.submit(reader.request("a", 1, 2))
-    reader.finish()
-    assert len(reader.tree) == 0
+def test_running_request_of_a_removed_knowledge_base_keeps_no_kv() -> None:
+    fixture = CorpusFixture()
+    fixture.engine.follow("", RemovedCorpus())
+    fixture.engine.submit(fixture.request("a", 1, 2))
+    fixture.finish()
+    assert len(fixture.tree) == 0
 
 
-def test_who_closes_forgets_first_what_is_gone() -> None:
-    reader, library, is_read = Reader(), Library(1, 2), threading.Event()
+def test_close_drops_removed_documents_first() -> None:
+    fixture, corpus, is_read = CorpusFixture(), FakeCorpus(1, 2), threading.Event()
 
     def listen(event: TokenEvent) -> None:
         if event.finish_reason is not None:
             is_read.set()
 
-    with AsyncEngine(reader.engine) as running:
-        running.documents_changed("", library)
-        running.submit(reader.request("a", 1, 2), listen)
+    with AsyncEngine(fixture.engine) as running:
+        running.documents_changed("", corpus)
+        running.submit(fixture.request("a", 1, 2), listen)
         assert is_read.wait(30)
-        library.remove(2)
-    assert reader.tree.chunk_ids() == {ChunkId(1)}
+        corpus.remove(2)
+    assert fixture.tree.chunk_ids() == {ChunkId(1)}
 
 
-def test_documents_of_one_tenant_say_nothing_of_anothers() -> None:
-    reader, library = Reader(), Library(1)
-    reader.engine.follow("a", library)
-    reader.engine.follow("b", Library(2))
-    reader.engine.submit(reader.request("a", 1, salt="a"))
-    reader.engine.submit(reader.request("b", 2, salt="b"))
-    reader.finish()
-    library.remove(1)
-    reader.engine.catch_up()
-    assert (reader.tree.chunk_ids(owner_of("a")), reader.tree.chunk_ids(owner_of("b"))) == (set(), {ChunkId(2)})
+def test_documents_of_one_tenant_do_not_affect_another() -> None:
+    fixture, corpus = CorpusFixture(), FakeCorpus(1)
+    fixture.engine.follow("a", corpus)
+    fixture.engine.follow("b", FakeCorpus(2))
+    fixture.engine.submit(fixture.request("a", 1, salt="a"))
+    fixture.engine.submit(fixture.request("b", 2, salt="b"))
+    fixture.finish()
+    corpus.remove(1)
+    fixture.engine.catch_up()
+    assert (fixture.tree.chunk_ids(owner_of("a")), fixture.tree.chunk_ids(owner_of("b"))) == (set(), {ChunkId(2)})
 
 
-def test_documents_that_are_closed_are_not_asked() -> None:
-    reader, library = Reader(), Library(1)
-    reader.engine.follow("", library)
-    reader.engine.unfollow("")
-    reader.read("a", 1)
-    reader.engine.do_idle_work()
-    assert reader.tree.chunk_ids() == {ChunkId(1)} and library.num_asked == 0
+def test_closed_corpus_is_not_read() -> None:
+    fixture, corpus = CorpusFixture(), FakeCorpus(1)
+    fixture.engine.follow("", corpus)
+    fixture.engine.unfollow("")
+    fixture.read("a", 1)
+    fixture.engine.do_idle_work()
+    assert fixture.tree.chunk_ids() == {ChunkId(1)} and corpus.num_asked == 0
 
 
-def test_documents_that_cannot_be_seen_stop_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    reader = Reader()
-    reader.engine.follow("", Broken(1))
-    reader.read("a", 1)
+def test_unreadable_corpus_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    fixture = CorpusFixture()
+    fixture.engine.follow("", UnreadableCorpus(1))
+    fixture.read("a", 1)
     assert "removed documents cannot be determined" in caplog.text
 
 
-def test_a_sample_that_takes_over_keeps_nothing_of_a_removed_document() -> None:
-    reader = Reader()
-    leader = reader.request("a", 1, 2)
-    reader.runner.protect(RequestId("b"), leader.prompt.token_ids)
-    reader.engine.submit(leader, replace(leader, request_id=RequestId("b")))
-    reader.engine.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(2)})
-    reader.engine.cancel(RequestId("a"))
-    reader.finish()
-    assert reader.tree.chunk_ids() == {ChunkId(1)}
+def test_promoted_sample_keeps_no_kv_of_a_removed_document() -> None:
+    fixture = CorpusFixture()
+    leader = fixture.request("a", 1, 2)
+    fixture.runner.protect(RequestId("b"), leader.prompt.token_ids)
+    fixture.engine.submit(leader, replace(leader, request_id=RequestId("b")))
+    fixture.engine.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - {ChunkId(2)})
+    fixture.engine.cancel(RequestId("a"))
+    fixture.finish()
+    assert fixture.tree.chunk_ids() == {ChunkId(1)}

@@ -1,4 +1,4 @@
-"""A request past its deadline is dropped at the next step, wherever it is, and is not started again."""
+"""A request past its deadline ends at the next step, waiting or running, and does not restart."""
 
 import math
 import random
@@ -20,7 +20,7 @@ from tests.engine.modelled import NUM_BLOCKS, ask, modelled_engine
 
 
 def run(engine: Engine) -> list[TokenEvent]:
-    """All events until nobody is left."""
+    """Run until no request is left; returns all events."""
     events = []
     while engine.has_work:
         events += engine.step()
@@ -30,11 +30,11 @@ def run(engine: Engine) -> list[TokenEvent]:
 
 
 def ends(events: list[TokenEvent]) -> dict[str, tuple[float, type[Exception] | None]]:
-    """When each request ended, and why."""
+    """Return when each request ended, and why."""
     return {one.request_id: (one.at, type(one.error) if one.error else None) for one in events if one.finish_reason}
 
 
-def test_a_running_request_is_dropped_and_its_tokens_so_far_were_delivered() -> None:
+def test_deadline_ends_a_running_request_after_its_tokens_so_far() -> None:
     engine = modelled_engine(timeout=1.5)
     engine.submit(ask("late", deadline=1.5))
     events = run(engine)
@@ -42,7 +42,7 @@ def test_a_running_request_is_dropped_and_its_tokens_so_far_were_delivered() -> 
     assert isinstance(events[-1].error, DeadlineExceededError) and "deadline_seconds" in str(events[-1].error)
 
 
-def test_a_waiting_request_is_dropped_and_the_others_go_on() -> None:
+def test_deadline_ends_a_waiting_request_and_no_other() -> None:
     engine = modelled_engine(slots=1)
     engine.submit(ask("runs", max_tokens=5))
     engine.submit(ask("late", deadline=2.0))
@@ -65,7 +65,7 @@ def test_a_restart_does_not_move_the_deadline() -> None:
     assert ends(events) == {"slow": (4, RequestTimeoutError), "late": (3, DeadlineExceededError)}
 
 
-def test_who_ended_in_time_is_not_late_afterwards() -> None:
+def test_request_that_ended_in_time_does_not_expire() -> None:
     engine = modelled_engine(timeout=3.0)
     engine.submit(ask("a", max_tokens=1, deadline=2.0))
     engine.submit(ask("b", deadline=2.0))
@@ -75,8 +75,8 @@ def test_who_ended_in_time_is_not_late_afterwards() -> None:
     assert ends(run(engine)) == {"a": (3, None)}
 
 
-def test_who_ended_in_a_step_that_failed_is_not_late_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fails on the second of its requests has ended the first, and nobody heard of it."""
+def test_request_that_ended_in_a_failed_step_does_not_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails on its second request has ended the first one without returning its event."""
     audit = Audit(
         AnywhereOptions(0.15, "question"), lambda _: None, share=1, max_disagreement=1, randomness=random.Random(0)
     )
@@ -102,27 +102,27 @@ def test_who_ended_in_a_step_that_failed_is_not_late_afterwards(monkeypatch: pyt
 
 @settings(max_examples=100)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 4.0]))
-def test_late_are_those_that_a_look_at_everybody_finds(seed: int, timeout: float) -> None:
+def test_expired_requests_agree_with_a_scan_of_all_requests(seed: int, timeout: float) -> None:
     draw, clock, deadlines = random.Random(seed), VirtualClock(), Deadlines(timeout)
-    twin: dict[str, tuple[float, float, bool]] = {}  # own deadline, end of this start, whether it is the second one
+    limits: dict[str, tuple[float, float, bool]] = {}  # own deadline, limit of this start, whether it has restarted
     for number in range(40):
         one = ask(f"r{number}", deadline=draw.choice((None, clock.now + draw.randint(0, 9))))
         deadlines.begin(one, clock.now)
         own = math.inf if one.deadline is None else one.deadline
-        twin[one.request_id] = (own, clock.now + (timeout or math.inf), False)
+        limits[one.request_id] = (own, clock.now + (timeout or math.inf), False)
         if draw.random() < 0.2:
-            ended = draw.choice(sorted(twin))
+            ended = draw.choice(sorted(limits))
             deadlines.end(ask(ended).request_id)
-            del twin[ended]
+            del limits[ended]
         clock.advance(draw.randint(0, 2))
         expected: dict[str, type[Exception] | None] = {}
-        for name, (own, end, is_second) in list(twin.items()):
+        for name, (own, end, is_second) in list(limits.items()):
             if own <= clock.now or (end <= clock.now and is_second):
                 expected[name] = DeadlineExceededError if own <= clock.now else RequestTimeoutError
-                del twin[name]
+                del limits[name]
             elif end <= clock.now:
                 expected[name] = None
-                twin[name] = (own, clock.now + timeout, True)
-        late = deadlines.pop_expired(clock.now)
-        assert {name: None if error is None else type(error) for name, error in late} == expected
-        assert deadlines.next_at == min((min(own, end) for own, end, _ in twin.values()), default=math.inf)
+                limits[name] = (own, clock.now + timeout, True)
+        expired = deadlines.pop_expired(clock.now)
+        assert {name: None if error is None else type(error) for name, error in expired} == expected
+        assert deadlines.next_at == min((min(own, end) for own, end, _ in limits.values()), default=math.inf)

@@ -1,7 +1,7 @@
-"""A device that fails in the middle of anything: no token changes, and nothing on it is taken for KV afterwards.
+"""A device that is lost at any time: no token changes, and its memory is not used as KV afterwards.
 
-The runner, the stores and the model are real. An `Outage` lets one of their calls fail once, as CUDA does: with the
-exception and the message of torch, and with everything on the device gone.
+The runner, the stores and the model are real. An `Outage` makes one of their calls fail once, as CUDA does: with the
+exception and the message of torch, and with the device's memory lost.
 """
 
 import random
@@ -24,7 +24,7 @@ from stillroom.models.decoder import Decoder
 from stillroom.runner import torch_runner
 from stillroom.runner.decode_graphs import StaticDecoding
 from stillroom.runner.torch_runner import TorchRunner
-from tests.engine.test_reuse import House, Oracle, question
+from tests.engine.engine_fixture import EngineFixture, Oracle, question
 
 ILLEGAL_ACCESS = (
     "CUDA error: an illegal memory access was encountered\n"
@@ -46,9 +46,9 @@ def oracle(decoder: Decoder) -> Oracle:
 
 @dataclass
 class Outage:
-    """Lets the calls of one method fail that `fails` names by number."""
+    """Makes calls of one method fail, by number."""
 
-    house: House
+    fixture: EngineFixture
     fails: Callable[[int], bool]
     error: Callable[[], Exception] = cuda_error
     num_calls: int = 0
@@ -62,257 +62,264 @@ class Outage:
             if not self.fails(self.num_calls):
                 return real(*args, **kwargs)
             self.num_failed += 1
-            for kv in (self.house.cache.device.k_LSGD, self.house.cache.device.v_LSGD):
+            for kv in (self.fixture.cache.device.k_LSGD, self.fixture.cache.device.v_LSGD):
                 kv.fill_(float("nan"))
             raise self.error()
 
         monkeypatch.setattr(owner, method, call)
 
 
-def runner_of(house: House) -> TorchRunner:
-    assert isinstance(house.engine.runner, TorchRunner)
-    return house.engine.runner
+def runner_of(fixture: EngineFixture) -> TorchRunner:
+    assert isinstance(fixture.engine.runner, TorchRunner)
+    return fixture.engine.runner
 
 
-def with_static_decoding(house: House) -> StaticDecoding:
+def with_static_decoding(fixture: EngineFixture) -> StaticDecoding:
     """Decode from fixed addresses, as CUDA graphs do."""
-    runner = runner_of(house)
+    runner = runner_of(fixture)
     runner.decoding = StaticDecoding(runner.decoder, runner.store)
     return runner.decoding
 
 
-Owner = Callable[[House], Any]
+Owner = Callable[[EngineFixture], Any]
 PHASES: dict[str, tuple[Owner, str]] = {
-    # what fails: whose method, and its name
+    # the owner and the name of the method that fails
     "packing": (runner_of, "_pack"),
-    "hidden states": (lambda house: runner_of(house).decoder, "hidden_states"),
-    "logits": (lambda house: runner_of(house).decoder, "logits"),
-    "sampling": (lambda house: torch_runner, "sample"),
-    "a layer's KV": (lambda house: house.cache.device, "layer"),
-    "block copies": (lambda house: house.cache.device, "copy_blocks"),
-    "offloading and storing": (lambda house: house.cache.device, "gather"),
-    "loading": (lambda house: house.cache.device, "scatter"),
+    "hidden states": (lambda fixture: runner_of(fixture).decoder, "hidden_states"),
+    "logits": (lambda fixture: runner_of(fixture).decoder, "logits"),
+    "sampling": (lambda fixture: torch_runner, "sample"),
+    "a layer's KV": (lambda fixture: fixture.cache.device, "layer"),
+    "block copies": (lambda fixture: fixture.cache.device, "copy_blocks"),
+    "offloading and storing": (lambda fixture: fixture.cache.device, "gather"),
+    "loading": (lambda fixture: fixture.cache.device, "scatter"),
     "decoding from fixed addresses": (with_static_decoding, "logits"),
 }
 
 
-def traffic(house: House, oracle: Oracle) -> None:
-    """Requests in every state at once: decoding, in their prompts, forked, waiting; each answers as the oracle."""
+def traffic(fixture: EngineFixture, oracle: Oracle) -> None:
+    """Run requests in every state at once (decoding, in their prompts, forked, waiting); each answers as the oracle."""
     asked: list[Request] = []
 
     def submit(*group: Request) -> None:
         asked.extend(group)
-        house.submit(*group)
-        house.step()
+        fixture.submit(*group)
+        fixture.step()
 
     submit(question("first", 1, 2, max_tokens=8))
-    house.step()
+    fixture.step()
     for number, documents in enumerate([(3, 4, 5), (2, 1), (5, 3), (1, 2)]):
         one = question(f"r{number}", *documents, tail=1 + 9 * (number % 2), max_tokens=3 + number % 3)
         one = replace(one, cache_salt="other" if number == 1 else "")
         submit(one, *([replace(one, request_id=RequestId(f"r{number}/1"))] if number % 2 == 0 else []))
-    house.finish()
-    while house.engine.do_idle_work():
-        house.engine.check_integrity()
+    fixture.finish()
+    while fixture.engine.do_idle_work():
+        fixture.engine.check_integrity()
     for one in asked:
-        assert house.tokens[one.request_id] == oracle.answer(one), one.request_id
-        assert house.last[one.request_id].error is None
+        assert fixture.tokens[one.request_id] == oracle.answer(one), one.request_id
+        assert fixture.last[one.request_id].error is None
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_device_lost_at_any_phase_costs_no_token(
+def test_device_lost_in_any_phase_changes_no_token(
     decoder: Decoder, oracle: Oracle, tmp_path: Path, phase: str
 ) -> None:
     """The tiers are so small that requests offload, load, store and preempt each other."""
     owner, method = PHASES[phase]
 
     def run(folder: Path, fails: Callable[[int], bool]) -> Outage:
-        house = House(decoder, folder, blocks=16, host_tokens=60, disk_records=40)
-        outage = Outage(house, fails)
+        fixture = EngineFixture(decoder, folder, blocks=16, host_tokens=60, disk_records=40)
+        outage = Outage(fixture, fails)
         with pytest.MonkeyPatch.context() as patch:
-            outage.put_into(patch, owner(house), method)
-            traffic(house, oracle)
-        assert outage.num_failed == house.engine.num_device_losses and house.engine.num_failed_steps == 0
+            outage.put_into(patch, owner(fixture), method)
+            traffic(fixture, oracle)
+        assert outage.num_failed == fixture.engine.num_device_losses and fixture.engine.num_failed_steps == 0
         return outage
 
     calls = range(1, run(tmp_path / "whole", lambda number: False).num_calls + 1)
-    assert calls, "nothing of this phase happens in the traffic"
+    assert calls, "this phase does not occur in the traffic"
     for number in random.Random(phase).sample(calls, min(4, len(calls))):
         assert run(tmp_path / str(number), number.__eq__).num_failed == 1, number
 
 
-@pytest.mark.parametrize("phase", ["placing", "a look or a repair", "a probe"])
-def test_a_device_lost_while_chunks_are_repaired_costs_no_token(decoder: Decoder, tmp_path: Path, phase: str) -> None:
-    """Their copies are on disk, from where they are placed again. Only answers that have begun cannot go on: their
-    tokens were computed from what was placed, and chosen to be repaired, at the time."""
-    selector = "deviation" if phase == "a probe" else "question"
+@pytest.mark.parametrize("phase", ["placing", "query pass or recompute", "deviation pass"])
+def test_device_lost_during_recompute_changes_no_token(decoder: Decoder, tmp_path: Path, phase: str) -> None:
+    """Copies on disk are placed again. Answers that have begun end: their tokens depend on the first placing."""
+    selector = "deviation" if phase == "deviation pass" else "question"
     changes: dict[str, Any] = {"mode": "anywhere", "load": "always", "token_selector": selector, "host_tokens": 400}
-    before = House(decoder, tmp_path / "before", **changes)
+    before = EngineFixture(decoder, tmp_path / "before", **changes)
     before.run(question("before", 1, 2, 3))
     before.cache.close()
 
-    def run(name: str, fails: Callable[[int], bool]) -> tuple[House, Outage]:
+    def run(name: str, fails: Callable[[int], bool]) -> tuple[EngineFixture, Outage]:
         shutil.copytree(tmp_path / "before", tmp_path / name)
-        house = House(decoder, tmp_path / name, **changes)
-        outage = Outage(house, fails)
-        owner: Any = {"placing": house.cache.device, "a probe": runner_of(house)}.get(phase, decoder)
-        method = {"placing": "place", "a probe": "_probe"}.get(phase, "hidden_states")
+        fixture = EngineFixture(decoder, tmp_path / name, **changes)
+        outage = Outage(fixture, fails)
+        owner: Any = {"placing": fixture.cache.device, "deviation pass": runner_of(fixture)}.get(phase, decoder)
+        method = {"placing": "place", "deviation pass": "_probe"}.get(phase, "hidden_states")
         with pytest.MonkeyPatch.context() as patch:
             outage.put_into(patch, owner, method)
-            house.submit(question("one", 3, 2), replace(question("one", 3, 2), request_id=RequestId("one/1")))
-            house.step()
-            house.submit(question("two", 2, 3, 1))
-            house.finish()
-        assert house.reuse[RequestId("one")].has_placed and house.reuse[RequestId("two")].has_placed
-        return house, outage
+            fixture.submit(question("one", 3, 2), replace(question("one", 3, 2), request_id=RequestId("one/1")))
+            fixture.step()
+            fixture.submit(question("two", 2, 3, 1))
+            fixture.finish()
+        assert fixture.reuse[RequestId("one")].has_placed and fixture.reuse[RequestId("two")].has_placed
+        return fixture, outage
 
     whole, undisturbed = run("whole", lambda number: False)
     calls = range(1, undisturbed.num_calls + 1)
     for number in random.Random(phase).sample(calls, min(3, len(calls))):
-        house, outage = run(str(number), number.__eq__)
-        assert outage.num_failed == house.engine.num_device_losses == 1
+        fixture, outage = run(str(number), number.__eq__)
+        assert outage.num_failed == fixture.engine.num_device_losses == 1
         for name, tokens in whole.tokens.items():
-            if house.last[name].error is None:
-                assert house.tokens[name] == tokens, number
+            if fixture.last[name].error is None:
+                assert fixture.tokens[name] == tokens, number
                 continue
-            assert isinstance(house.last[name].error, DeviceLostError) and "ask again" in str(house.last[name].error)
-            assert house.tokens[name] and house.tokens[name] == tokens[: len(house.tokens[name])]
+            assert isinstance(fixture.last[name].error, DeviceLostError) and "ask again" in str(
+                fixture.last[name].error
+            )
+            assert fixture.tokens[name] and fixture.tokens[name] == tokens[: len(fixture.tokens[name])]
 
 
-class Lost:
-    """A device that is lost at its next step, and cannot be recovered for a while."""
+class UnrecoverableRunner:
+    """A device that is lost at its next step, and fails to recover a number of times."""
 
-    def __init__(self, house: House, patch: pytest.MonkeyPatch, num_failing: int) -> None:
+    def __init__(self, fixture: EngineFixture, patch: pytest.MonkeyPatch, num_failing: int) -> None:
         """Args: num_failing: attempts to recover that fail."""
         self.attempts: list[float] = []
-        self.house = house
-        self._recover = house.engine.runner.recover
+        self.fixture = fixture
+        self._recover = fixture.engine.runner.recover
         self._num_failing = num_failing
-        Outage(house, (1).__eq__).put_into(patch, house.engine.runner, "execute")
-        patch.setattr(house.engine.runner, "recover", self.recover)
+        Outage(fixture, (1).__eq__).put_into(patch, fixture.engine.runner, "execute")
+        patch.setattr(fixture.engine.runner, "recover", self.recover)
 
     def recover(self) -> None:
-        self.attempts.append(self.house.clock.now)
+        self.attempts.append(self.fixture.clock.now)
         if len(self.attempts) <= self._num_failing:
             raise cuda_error()
         self._recover()
 
 
-def test_while_a_device_cannot_be_recovered_requests_are_refused_and_it_is_tried_at_a_bounded_pace(
+def test_unrecoverable_device_refuses_requests_and_is_retried_at_a_bounded_rate(
     decoder: Decoder, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(decoder, None, blocks=9)
+    fixture = EngineFixture(decoder, None, blocks=9)
     one, other, later = question("one", 1, 2), question("other", 3, 4), question("later", 1, 2)
-    house.run(question("before", 1))
-    lost = Lost(house, monkeypatch, num_failing=9)
-    house.submit(one)
-    house.submit(other, replace(other, request_id=RequestId("other/1")))
-    house.step()
+    fixture.run(question("before", 1))
+    lost = UnrecoverableRunner(fixture, monkeypatch, num_failing=9)
+    fixture.submit(one)
+    fixture.submit(other, replace(other, request_id=RequestId("other/1")))
+    fixture.step()
 
-    assert not house.engine.has_work
+    assert not fixture.engine.has_work
     for name in ("one", "other", "other/1"):
-        error = house.last[RequestId(name)].error
+        error = fixture.last[RequestId(name)].error
         assert isinstance(error, DeviceLostError) and "illegal memory access" in str(error)
-        assert house.last[RequestId(name)].finish_reason is FinishReason.ABORTED and not house.tokens[RequestId(name)]
-    assert "restart Stillroom" in str(house.engine.device_problem)
+        assert (
+            fixture.last[RequestId(name)].finish_reason is FinishReason.ABORTED and not fixture.tokens[RequestId(name)]
+        )
+    assert "restart Stillroom" in str(fixture.engine.device_problem)
     with pytest.raises(DeviceLostError, match="illegal memory access"):
-        house.engine.submit(later)
-    assert house.engine.scheduler.num_waiting == 0
+        fixture.engine.submit(later)
+    assert fixture.engine.scheduler.num_waiting == 0
 
-    while house.engine.retry_in is not None:
-        house.clock.advance(0.25)
-        house.engine.do_idle_work()
-        house.engine.check_integrity()
+    while fixture.engine.retry_in is not None:
+        fixture.clock.advance(0.25)
+        fixture.engine.do_idle_work()
+        fixture.engine.check_integrity()
     pauses = [after - before for before, after in zip(lost.attempts, lost.attempts[1:], strict=False)]
     assert pauses == [FIRST_PAUSE * 2**n for n in range(6)] + [LONGEST_PAUSE] * 3
-    assert house.engine.retry_in is None and house.run(later)[0] == oracle.answer(later)
+    assert fixture.engine.retry_in is None and fixture.run(later)[0] == oracle.answer(later)
 
 
-def test_requests_that_have_sent_tokens_end_clearly_where_the_device_cannot_be_recovered(
+def test_requests_with_tokens_end_with_an_error_if_the_device_cannot_be_recovered(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(decoder, None)
+    fixture = EngineFixture(decoder, None)
     one = question("one", 1)
-    house.submit(one)
-    while not house.tokens[one.request_id]:
-        house.step()
-    Lost(house, monkeypatch, num_failing=99)
-    house.step()
-    assert isinstance(house.last[one.request_id].error, DeviceLostError)
-    assert house.engine.scheduler.kv.pool.num_used == 0
+    fixture.submit(one)
+    while not fixture.tokens[one.request_id]:
+        fixture.step()
+    UnrecoverableRunner(fixture, monkeypatch, num_failing=99)
+    fixture.step()
+    assert isinstance(fixture.last[one.request_id].error, DeviceLostError)
+    assert fixture.engine.scheduler.kv.pool.num_used == 0
 
 
-def test_a_device_that_is_lost_again_and_again_is_not_taken_for_recovered(
+def test_repeatedly_lost_device_counts_as_unusable(
     decoder: Decoder, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between steps, so that no request is to blame."""
-    house = House(decoder, None)
+    """It is lost between steps, so that no request is a suspect."""
+    fixture = EngineFixture(decoder, None)
     with monkeypatch.context() as patch:
-        outage = Outage(house, lambda number: True)
-        outage.put_into(patch, house.engine.scheduler.kv, "try_admit")
-        house.submit(question("one", 1))
-        house.finish()
+        outage = Outage(fixture, lambda number: True)
+        outage.put_into(patch, fixture.engine.scheduler.kv, "try_admit")
+        fixture.submit(question("one", 1))
+        fixture.finish()
         assert outage.num_failed == MAX_LOSSES + 1
-    assert isinstance(house.last[RequestId("one")].error, DeviceLostError) and house.engine.device_problem is not None
-    house.clock.advance(FIRST_PAUSE)
-    assert house.engine.do_idle_work()
+    assert (
+        isinstance(fixture.last[RequestId("one")].error, DeviceLostError) and fixture.engine.device_problem is not None
+    )
+    fixture.clock.advance(FIRST_PAUSE)
+    assert fixture.engine.do_idle_work()
     two = question("two", 1)
-    assert house.run(two)[0] == oracle.answer(two)
+    assert fixture.run(two)[0] == oracle.answer(two)
 
 
-def test_a_request_that_loses_the_device_again_and_again_ends_alone(
+def test_request_that_repeatedly_loses_the_device_ends_alone(
     decoder: Decoder, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(decoder, None, host_tokens=100)
+    fixture = EngineFixture(decoder, None, host_tokens=100)
     poison, others = question("poison", 3, 4, 5), [question("early", 1, 2, max_tokens=8), question("late", 5, 1)]
-    execute = house.engine.runner.execute
+    execute = fixture.engine.runner.execute
 
     def lose(batch: Batch) -> StepResult:
         result = execute(batch)
         if any(entry.request_id == poison.request_id for entry in batch.sequences):
-            house.cache.device.lose()
+            fixture.cache.device.lose()
             raise cuda_error()
         return result
 
-    monkeypatch.setattr(house.engine.runner, "execute", lose)
-    house.submit(others[0])
-    house.step()
-    house.submit(poison)
-    house.submit(others[1])
-    house.finish()
-    error = house.last[poison.request_id].error
+    monkeypatch.setattr(fixture.engine.runner, "execute", lose)
+    fixture.submit(others[0])
+    fixture.step()
+    fixture.submit(poison)
+    fixture.submit(others[1])
+    fixture.finish()
+    error = fixture.last[poison.request_id].error
     assert isinstance(error, DeviceLostError) and "twice" in str(error)
-    assert [house.tokens[one.request_id] for one in others] == [oracle.answer(one) for one in others]
-    assert house.engine.num_device_losses == 2 and house.engine.device_problem is None
+    assert [fixture.tokens[one.request_id] for one in others] == [oracle.answer(one) for one in others]
+    assert fixture.engine.num_device_losses == 2 and fixture.engine.device_problem is None
 
 
-def test_recovering_gives_kv_new_memory_and_tries_the_model(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = House(decoder, None)
-    runner, device = runner_of(house), house.cache.device
-    decoding, before = with_static_decoding(house), device.k_LSGD
+def test_recovery_allocates_new_kv_memory_and_checks_the_model(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture = EngineFixture(decoder, None)
+    runner, device = runner_of(fixture), fixture.cache.device
+    decoding, before = with_static_decoding(fixture), device.k_LSGD
     addresses = decoding._input
     device.lose()
     runner.recover()
-    assert not is_lost(house) and device.k_LSGD is not before and device.k_LSGD.shape == before.shape
-    assert decoding._input is not addresses, "a graph would read from memory that is gone"
+    assert not is_lost(fixture) and device.k_LSGD is not before and device.k_LSGD.shape == before.shape
+    assert decoding._input is not addresses, "a graph would read from freed memory"
 
     device.lose()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", failing(torch.OutOfMemoryError("CUDA out of memory")))
         with pytest.raises(torch.OutOfMemoryError):
             runner.recover()
-    assert is_lost(house)
+    assert is_lost(fixture)
     with monkeypatch.context() as patch:
         logits = decoder.logits
         patch.setattr(decoder, "logits", lambda hidden: logits(hidden) * float("nan"))
         with pytest.raises(DeviceLostError, match="weights"):
             runner.recover()
     runner.recover()
-    assert not is_lost(house)
+    assert not is_lost(fixture)
 
 
-def is_lost(house: House) -> bool:
-    return house.cache.device.is_lost
+def is_lost(fixture: EngineFixture) -> bool:
+    return fixture.cache.device.is_lost
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -326,41 +333,41 @@ def records(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*.kv"))}
 
 
-def test_a_device_lost_while_closing_stores_what_the_host_has_and_nothing_else(
+def test_device_lost_while_closing_stores_only_host_copies(
     decoder: Decoder, oracle: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = House(decoder, tmp_path)
-    house.run(question("a", 1, 2))
-    assert house.tree.num_nodes(Tier.HOST) == 1 < house.tree.num_nodes(Tier.DEVICE)
-    outage = Outage(house, lambda number: True)
-    outage.put_into(monkeypatch, house.cache.device, "gather")
-    house.cache.close()
+    fixture = EngineFixture(decoder, tmp_path)
+    fixture.run(question("a", 1, 2))
+    assert fixture.tree.num_nodes(Tier.HOST) == 1 < fixture.tree.num_nodes(Tier.DEVICE)
+    outage = Outage(fixture, lambda number: True)
+    outage.put_into(monkeypatch, fixture.cache.device, "gather")
+    fixture.cache.close()
     assert outage.num_failed == 1 and len(records(tmp_path)) == 1
 
-    again = House(decoder, tmp_path)  # the lock is free
+    again = EngineFixture(decoder, tmp_path)  # the lock is free
     tokens, reuse = again.run(question("b", 1, 2))
     assert tokens == oracle.answer(question("b", 1, 2)) and reuse.num_tokens_from(Tier.DISK) == 5
 
 
-def test_what_an_engine_that_failed_has_on_its_device_is_not_stored(decoder: Decoder, tmp_path: Path) -> None:
-    house = House(decoder, tmp_path)
-    house.run(question("a", 1, 2))
-    house.cache.close(keeps_device=False)
+def test_device_kv_of_a_failed_engine_is_not_stored(decoder: Decoder, tmp_path: Path) -> None:
+    fixture = EngineFixture(decoder, tmp_path)
+    fixture.run(question("a", 1, 2))
+    fixture.cache.close(keeps_device=False)
     assert not records(tmp_path)
-    assert House(decoder, tmp_path).run(question("b", 1))[1].num_cached_tokens == 0
+    assert EngineFixture(decoder, tmp_path).run(question("b", 1))[1].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
 def test_closing_reads_nothing_from_a_device_that_is_lost(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_noticed: bool
 ) -> None:
-    house = House(decoder, tmp_path)
-    house.run(question("a", 1, 2))
-    house.cache.device.lose()
+    fixture = EngineFixture(decoder, tmp_path)
+    fixture.run(question("a", 1, 2))
+    fixture.cache.device.lose()
     if is_noticed:
-        monkeypatch.setattr(house.engine.runner, "recover", failing(cuda_error()))
-        house.submit(question("b", 3))
-        house.finish()
-        assert house.engine.device_problem is not None
-    house.cache.close()
+        monkeypatch.setattr(fixture.engine.runner, "recover", failing(cuda_error()))
+        fixture.submit(question("b", 3))
+        fixture.finish()
+        assert fixture.engine.device_problem is not None
+    fixture.cache.close()
     assert len(records(tmp_path)) == 1

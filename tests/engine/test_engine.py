@@ -1,4 +1,4 @@
-"""Tokens do not depend on what else runs: random arrivals, cancellations and preemptions against one request alone."""
+"""Tokens do not depend on other requests: random arrivals, cancellations and preemptions change none."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Gemma2": {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 2.0},
     "Qwen3Moe": {"num_hidden_layers": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
-"""What decoders do differently: nothing, windows, caps and norms, experts. All others: tests/models/test_oracle.py"""
+"""One decoder of each kind: plain, windows, caps and norms, experts. All others: tests/models/test_oracle.py"""
 
 ARRIVE = st.tuples(st.just("arrive"), st.integers(1, 4))
 CANCEL = st.tuples(st.just("cancel"), st.integers(0, 100))
@@ -48,7 +48,7 @@ def tokens_alone(folder: Path, one: Request) -> list[int]:
 
 
 def random_sampling(rng: np.random.Generator, max_tokens: int) -> dict[str, Any]:
-    """Every way to pick a token, each on about half of the time."""
+    """Return random sampling parameters, each set in about half of the cases."""
     return {
         "temperature": float(rng.choice([0.0, 0.8])),
         "top_k": int(rng.choice([0, 20])),
@@ -92,7 +92,7 @@ def make_requests(seed: int, count: int) -> list[Request]:
 def test_random_arrivals_forks_preemptions_and_cancellations_change_no_token(
     folders: dict[str, Path], kind: str, seed: int, actions: list[tuple[str, int]], num_blocks: int, budget: int
 ) -> None:
-    """Groups of samples and single requests; every step's and every cancellation's books are checked by the harness."""
+    """Groups of samples and single requests; the harness checks integrity after every step and cancellation."""
     folder, arriving = folders[kind], iter(make_requests(seed, len(actions)))
     run = Run(engine_on(folder, num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=5))
     everyone: list[Request] = []
@@ -111,7 +111,7 @@ def test_random_arrivals_forks_preemptions_and_cancellations_change_no_token(
         assert ours == (expected if one.request_id in run.reasons else expected[: len(ours)])
 
 
-def test_a_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(folder: Path) -> None:
+def test_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(folder: Path) -> None:
     group = samples_of(request("r", [[7] * 20, [8] * 27], max_tokens=12, temperature=1.0), 4)
     run = Run(engine_on(folder))
     run.submit_samples(*group)
@@ -128,7 +128,7 @@ def test_a_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(fol
         run.step()
     num_tokens = [sum(entry.num_scheduled_tokens for entry in batch.sequences) for batch in scheduled[:2]]
     assert num_tokens == [47, 4]
-    assert used[:3] == [0, 4, 7], "three of four copy the last block, the last to write keeps it"
+    assert used[:3] == [0, 4, 7], "three of four samples copy the last block, the last to write keeps it"
     assert len(scheduled[1].copies) == 3
     assert len({tuple(tokens) for tokens in run.tokens.values()}) == 4
     assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in group)
@@ -146,7 +146,7 @@ def test_preempting_a_sample_leaves_the_others_their_blocks(folder: Path) -> Non
     assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in group)
 
 
-def test_a_small_pool_really_preempts(folder: Path) -> None:
+def test_small_pool_preempts(folder: Path) -> None:
     run = Run(engine_on(folder, num_blocks=9, max_num_seqs=4))
     requests = [request(name, [[7] * 20, [8] * 11], max_tokens=40) for name in "abcd"]
     run.submit(*requests)
@@ -158,7 +158,7 @@ def test_a_small_pool_really_preempts(folder: Path) -> None:
     assert all(run.tokens[one.request_id] == tokens_alone(folder, one) for one in requests)
 
 
-def test_the_stop_token_ends_generation(folder: Path) -> None:
+def test_stop_token_ends_generation(folder: Path) -> None:
     prompt = [[5, 6, 7, 8]]
     free = tokens_alone(folder, request("free", prompt, max_tokens=20))
     stop = free[4]
@@ -169,7 +169,7 @@ def test_the_stop_token_ends_generation(folder: Path) -> None:
     assert run.reasons["stopped"] is FinishReason.STOP
 
 
-def test_min_tokens_keeps_the_stop_token_away(folder: Path) -> None:
+def test_min_tokens_excludes_the_stop_token(folder: Path) -> None:
     prompt = [[5, 6, 7, 8]]
     stop = tokens_alone(folder, request("free", prompt, max_tokens=20))
     run = Run(engine_on(folder))
@@ -179,7 +179,7 @@ def test_min_tokens_keeps_the_stop_token_away(folder: Path) -> None:
     assert not set(stop[:1]) & set(run.tokens["patient"])
 
 
-def test_logprobs_come_with_every_token_and_change_none(folder: Path) -> None:
+def test_logprobs_come_with_every_token_and_change_no_token(folder: Path) -> None:
     prompt = [[5, 6, 7, 8]]
     run = Run(engine_on(folder))
     one = request("a", prompt, max_tokens=6, logprobs=3, repetition_penalty=5.0)
@@ -192,7 +192,9 @@ def test_logprobs_come_with_every_token_and_change_none(folder: Path) -> None:
         assert event.logprobs is not None
         values = [value for _, value in event.logprobs.top]
         assert len(values) == 3 and values == sorted(values, reverse=True) and event.logprobs.logprob <= values[0]
-    assert any(event.logprobs and event.logprobs.top[0][0] != event.token_id for event in events), "of the raw logits"
+    assert any(event.logprobs and event.logprobs.top[0][0] != event.token_id for event in events), (
+        "log probabilities of the raw logits"
+    )
 
 
 def test_seeds_make_samples_repeatable_and_different(folder: Path) -> None:
@@ -202,4 +204,4 @@ def test_seeds_make_samples_repeatable_and_different(folder: Path) -> None:
 
 
 def test_cancelling_an_unknown_request_is_harmless(folder: Path) -> None:
-    assert engine_on(folder).cancel(RequestId("nobody")) is None
+    assert engine_on(folder).cancel(RequestId("unknown")) is None

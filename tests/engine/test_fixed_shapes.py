@@ -1,4 +1,4 @@
-"""With fixed shapes reuse changes nothing bit for bit in bfloat16 too: kept or computed, a piece has the same rows."""
+"""With fixed shapes reuse changes no bit in bfloat16 either: a kept piece and a computed one have the same rows."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ from stillroom.models.loader import load_model
 from tests.fakes import ManualClock
 
 PAIRS = ((0, 1), (0, 1), (0, 2), (3, 0), (3, 1), (0, 2))
-"""Documents of each question."""
+"""Document numbers of each question."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,7 @@ def decoder() -> Decoder:
 
 
 def questions(vocab_size: int) -> list[Request]:
-    """Two documents each, the longest longer than a step."""
+    """Return questions over two documents each; the longest document exceeds a step."""
     randomness = np.random.RandomState(0)
     documents = [tuple(randomness.randint(4, vocab_size, size).tolist()) for size in (40, 130, 33, 90)]
     found = []
@@ -55,8 +55,8 @@ def request(name: str, segments: Sequence[Segment], sampling: SamplingParams) ->
     return Request(request_id=RequestId(name), prompt=SegmentedPrompt(tuple(segments)), sampling=sampling)
 
 
-class House:
-    """An engine that answers one request after the other."""
+class SequentialEngine:
+    """An engine that answers one request at a time."""
 
     def __init__(self, decoder: Decoder, mode: ReuseMode, *, fixed_shapes: bool = True) -> None:
         config = RuntimeConfig(block_size=8, kv_bytes=2**22, max_num_batched_tokens=64, fixed_shapes=fixed_shapes)
@@ -92,39 +92,39 @@ def run(engine: Engine) -> list[tuple[int, TokenLogprobs]]:
     return found
 
 
-def test_in_bfloat16_reuse_changes_no_bit_of_any_logprob(decoder: Decoder) -> None:
-    exact, off = House(decoder, "exact"), House(decoder, "off")
+def test_reuse_changes_no_bit_of_any_logprob_in_bfloat16(decoder: Decoder) -> None:
+    exact, off = SequentialEngine(decoder, "exact"), SequentialEngine(decoder, "off")
     for one in questions(decoder.spec.vocab_size):
         assert exact.answer(one) == off.answer(one), one.request_id
-    assert exact.num_computed < 0.8 * off.num_computed, "much of it was kept"
+    assert exact.num_computed < 0.8 * off.num_computed, "much of the prompt was kept"
 
 
 def ends_of(batches: Sequence[Batch]) -> list[int]:
     return [one.first_position + one.num_scheduled_tokens for batch in batches for one in batch.sequences]
 
 
-def test_each_piece_is_computed_by_itself(decoder: Decoder) -> None:
-    house = House(decoder, "off")
+def test_each_piece_is_computed_in_its_own_step(decoder: Decoder) -> None:
+    fixture = SequentialEngine(decoder, "off")
     lengths = 10, 100, 20
     segments = [Segment(SegmentKind.CHUNK, (7,) * length) for length in lengths]
     segments.append(Segment(SegmentKind.QUESTION, (8,) * 40))
-    house.answer(request("q", segments, SamplingParams(max_tokens=1)))
-    assert ends_of(house.batches) == [10, 74, 110, 130, 146, 162, 170], "64 at a time, and pieces of 16 of the question"
+    fixture.answer(request("q", segments, SamplingParams(max_tokens=1)))
+    assert ends_of(fixture.batches) == [10, 74, 110, 130, 146, 162, 170], "64 tokens at a time, and 16 of the question"
 
 
-def test_a_prompt_shares_no_step_and_decodes_take_turns_with_it(decoder: Decoder) -> None:
-    house = House(decoder, "exact")
+def test_prompt_pieces_and_decodes_alternate_in_steps_of_their_own(decoder: Decoder) -> None:
+    fixture = SequentialEngine(decoder, "exact")
     first, second = questions(decoder.spec.vocab_size)[:2]
-    house.engine.submit(first)
-    while not house.batches or not house.batches[-1].sequences[0].samples:
-        house.engine.step()
-    house.engine.submit(second)
-    run(house.engine)
+    fixture.engine.submit(first)
+    while not fixture.batches or not fixture.batches[-1].sequences[0].samples:
+        fixture.engine.step()
+    fixture.engine.submit(second)
+    run(fixture.engine)
     kinds = []
-    for batch in house.batches:
+    for batch in fixture.batches:
         is_prefill = any(one.num_scheduled_tokens > 1 for one in batch.sequences)
         assert not is_prefill or len(batch.sequences) == 1
         kinds.append((batch.sequences[0].request_id, is_prefill))
     assert kinds.count((first.request_id, False)) + kinds.count((second.request_id, False)) >= 4
     begun = kinds.index((second.request_id, True))
-    assert (first.request_id, False) in kinds[begun : begun + 3], "who decodes does not wait for the whole prompt"
+    assert (first.request_id, False) in kinds[begun : begun + 3], "decoding does not wait for the whole prompt"

@@ -1,4 +1,4 @@
-"""Answers of a JSON schema: always valid, whatever the model would rather say and whatever else runs."""
+"""Answers with a JSON schema are always valid, whatever the model prefers and whatever else runs."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def tokens_alone(folder: Path, one: Request) -> list[int]:
     return run.tokens[one.request_id]
 
 
-def test_a_text_that_follows_the_schema_is_allowed_and_ends_it(
+def test_text_that_follows_the_schema_is_allowed_and_completes_it(
     tokenizer: Tokenizer, constraints: JsonConstraints
 ) -> None:
     constraint = constraints.compile(SCHEMA)
@@ -160,14 +160,14 @@ def test_usual_multiples_are_enforced(constraints: JsonConstraints, tokenizer: T
     assert not accepts(constraint, tokenizer, json.dumps(3.5 * multiple))
 
 
-def test_what_is_no_rule_is_no_multiple(constraints: JsonConstraints, tokenizer: Tokenizer) -> None:
+def test_multiple_of_outside_of_rules_is_ignored(constraints: JsonConstraints, tokenizer: Tokenizer) -> None:
     constant = constraints.compile({"const": {"multipleOf": True}})
     assert accepts(constant, tokenizer, '{"multipleOf": true}')
     named = constraints.compile({"properties": {"multipleOf": {"type": "string"}}})
     assert accepts(named, tokenizer, '{"multipleOf": "ab"}')
 
 
-def test_an_answer_whose_schema_becomes_too_complex_ends_alone_and_says_so(
+def test_answer_whose_schema_becomes_too_complex_ends_alone_with_an_error(
     folder: Path, constraints: JsonConstraints
 ) -> None:
     """After the choice between two keys the lexer needs more states than it may have."""
@@ -185,6 +185,6 @@ def test_an_answer_whose_schema_becomes_too_complex_ends_alone_and_says_so(
     assert len(run.tokens["free"]) == 30 and run.reasons["free"] is FinishReason.LENGTH
 
 
-def test_a_model_without_an_end_token_is_refused(tokenizer: Tokenizer) -> None:
+def test_model_without_end_token_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match="no end token"):
         JsonConstraints(tokenizer, 301, frozenset()).compile(SCHEMA)

@@ -1,4 +1,4 @@
-"""The engine elsewhere against a scripted server: repetitions, errors, cancellation. Sleeping is an argument."""
+"""The remote engine with a scripted server: retries, errors, cancellation. Sleeping is an argument."""
 
 import logging
 import queue
@@ -45,8 +45,8 @@ CHAT = ChatPrompt("Be brief.", "How often?")
 
 
 @dataclass
-class Talk:
-    """An engine, the server it talks to, and what is observed."""
+class RemoteEngineFixture:
+    """An engine, its scripted server, and the recorded events and sleeps."""
 
     engine: OpenAIEngine
     server: ScriptedServer
@@ -72,7 +72,7 @@ class Talk:
 
 
 def read(events: "queue.SimpleQueue[TokenEvent]") -> list[TokenEvent]:
-    """All events up to the last."""
+    """Return all events up to the last."""
     found = [events.get(timeout=20)]
     while found[-1].finish_reason is None:
         found.append(events.get(timeout=20))
@@ -84,7 +84,7 @@ def text(events: list[TokenEvent]) -> str:
 
 
 @contextmanager
-def talking(*replies: Reply, model: str = "m", **settings: object) -> Iterator[Talk]:
+def talking(*replies: Reply, model: str = "m", **settings: object) -> Iterator[RemoteEngineFixture]:
     with ScriptedServer(replies) as server:
         config = EngineConfig(kind="openai", base_url=server.url, api_key=KEY, **settings)  # type: ignore[arg-type]
         slept: list[float] = []
@@ -94,23 +94,23 @@ def talking(*replies: Reply, model: str = "m", **settings: object) -> Iterator[T
 
         clock = ManualClock()
         with OpenAIEngine(OpenAIClient(config, clock, sleep=sleep, uniform=lambda: 0.5), model, clock) as engine:
-            yield Talk(engine, server, slept)
+            yield RemoteEngineFixture(engine, server, slept)
 
 
 def test_pieces_arrive_and_the_last_event_has_reason_and_usage() -> None:
-    with talking(GOOD) as talk:
-        *pieces, last = talk.ask()
+    with talking(GOOD) as fixture:
+        *pieces, last = fixture.ask()
 
     assert [piece.text for piece in pieces] == ["Twice ", "a year."]
     assert (last.finish_reason, last.usage) == (FinishReason.STOP, RemoteUsage(9, 4, 2))
 
 
-def test_what_is_sent() -> None:
-    with talking(GOOD, GOOD, GOOD) as talk:
-        talk.ask()
-        talk.ask("Once upon")
-        talk.ask((1, 5, 7))
-        chat, written, tokens = talk.server.asked
+def test_body_of_a_request() -> None:
+    with talking(GOOD, GOOD, GOOD) as fixture:
+        fixture.ask()
+        fixture.ask("Once upon")
+        fixture.ask((1, 5, 7))
+        chat, written, tokens = fixture.server.asked
 
     common = {"model": "m", "max_tokens": 7, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     common |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -123,54 +123,54 @@ def test_what_is_sent() -> None:
     assert chat.headers["authorization"] == f"Bearer {KEY}"
 
 
-def test_failures_before_the_first_token_are_repeated_with_growing_pauses() -> None:
+def test_failures_before_the_first_token_are_retried_with_growing_pauses() -> None:
     cut_before_text = STREAM_HEAD + delta("")
-    with talking(b"", error(503, "loading"), error(500, "oh"), cut_before_text, GOOD) as talk:
-        answer = talk.ask()
+    with talking(b"", error(503, "loading"), error(500, "oh"), cut_before_text, GOOD) as fixture:
+        answer = fixture.ask()
 
     assert text(answer) == "Twice a year."
-    assert talk.slept == [0.5, 1.0, 2.0, 4.0]
-    assert len({str(asked.body) for asked in talk.server.asked}) == 1
+    assert fixture.slept == [0.5, 1.0, 2.0, 4.0]
+    assert len({str(asked.body) for asked in fixture.server.asked}) == 1
 
 
-def test_server_says_when_to_come_back() -> None:
+def test_retry_after_is_respected() -> None:
     in_ten_seconds = "retry-after: Thu, 01 Jan 1970 00:00:10 GMT\r\n"
     replies = error(429, "busy", "retry-after: 7\r\n"), error(429, "busy", in_ten_seconds), error(429, "busy"), GOOD
-    with talking(*replies) as talk:
-        talk.ask()
+    with talking(*replies) as fixture:
+        fixture.ask()
 
-    assert talk.slept == [7.0, 10.0, 2.0]
+    assert fixture.slept == [7.0, 10.0, 2.0]
 
 
-def test_server_that_wants_too_long_a_pause_is_given_up() -> None:
+def test_too_long_retry_after_ends_the_request() -> None:
     with (
-        talking(error(429, "come back tomorrow", "retry-after: 86400\r\n"), GOOD) as talk,
+        talking(error(429, "come back tomorrow", "retry-after: 86400\r\n"), GOOD) as fixture,
         pytest.raises(EngineUnavailableError, match="too many requests.*come back tomorrow"),
     ):
-        talk.failure()
+        fixture.failure()
 
-    assert talk.slept == []
+    assert fixture.slept == []
 
 
-def test_number_of_repetitions_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+def test_number_of_retries_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.DEBUG),
-        talking(*[error(502, f"bad {KEY}")] * 3, GOOD, max_retries=2) as talk,
+        talking(*[error(502, f"bad {KEY}")] * 3, GOOD, max_retries=2) as fixture,
         pytest.raises(EngineUnavailableError, match=r"failed \(HTTP 502\): bad \*\*\*"),
     ):
-        talk.failure()
+        fixture.failure()
 
-    assert len(talk.server.asked) == 3
+    assert len(fixture.server.asked) == 3
     assert "trying again in 0.5 s" in caplog.text
     assert KEY not in caplog.text
 
 
-def test_server_that_says_that_it_will_not_help_is_obeyed() -> None:
+def test_x_should_retry_false_is_respected() -> None:
     with (
-        talking(error(500, "broken", "x-should-retry: false\r\n"), GOOD) as talk,
+        talking(error(500, "broken", "x-should-retry: false\r\n"), GOOD) as fixture,
         pytest.raises(EngineUnavailableError, match="broken"),
     ):
-        talk.failure()
+        fixture.failure()
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ def test_server_that_says_that_it_will_not_help_is_obeyed() -> None:
         (error(500, "Requested tokens exceed context window of 512"), PromptTooLongError, "window of 512"),
     ],
 )
-def test_refusals_say_what_to_do_and_are_not_repeated(answer: bytes, kind: type[Exception], message: str) -> None:
-    with talking(answer, GOOD) as talk, pytest.raises(kind, match=message):
-        talk.failure()
+def test_refusals_say_what_to_do_and_are_not_retried(answer: bytes, kind: type[Exception], message: str) -> None:
+    with talking(answer, GOOD) as fixture, pytest.raises(kind, match=message):
+        fixture.failure()
 
-    assert len(talk.server.asked) == 1
+    assert len(fixture.server.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -212,35 +212,35 @@ def test_refusals_say_what_to_do_and_are_not_repeated(answer: bytes, kind: type[
         (delta("", "abort"), EngineUnavailableError, "ended the answer with an error"),
     ],
 )
-def test_failure_in_the_middle_is_told_and_not_repeated(rest: bytes, kind: type[Exception], message: str) -> None:
-    with talking(STREAM_HEAD + delta("Twice ") + rest, GOOD) as talk:
-        first, last = talk.ask()
+def test_failure_within_an_answer_is_an_error_without_retry(rest: bytes, kind: type[Exception], message: str) -> None:
+    with talking(STREAM_HEAD + delta("Twice ") + rest, GOOD) as fixture:
+        first, last = fixture.ask()
 
     assert first.text == "Twice "
     assert isinstance(last.error, kind)
-    assert len(talk.server.asked) == 1 and talk.slept == []
+    assert len(fixture.server.asked) == 1 and fixture.slept == []
     with pytest.raises(kind, match=message):
         raise last.error
 
 
-def test_stream_without_any_event_is_told() -> None:
+def test_stream_without_events_is_an_error() -> None:
     with (
-        talking(STREAM_HEAD, GOOD) as talk,
+        talking(STREAM_HEAD, GOOD) as fixture,
         pytest.raises(EngineUnavailableError, match="without an answer.*too long, lower search.top_k"),
     ):
-        talk.failure()
+        fixture.failure()
 
 
 def test_stream_that_ends_after_its_reason_is_complete() -> None:
-    with talking(STREAM_HEAD + delta("Yes", "length")) as talk:
-        *_, last = talk.ask()
+    with talking(STREAM_HEAD + delta("Yes", "length")) as fixture:
+        *_, last = fixture.ask()
 
     assert (last.finish_reason, last.usage, last.error) == (FinishReason.LENGTH, None, None)
 
 
-def test_nobody_there_is_told_with_the_address() -> None:
+def test_unreachable_server_is_an_error_with_its_address() -> None:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # nobody else can have the port, and nobody listens
+        bound.bind(("127.0.0.1", 0))  # the port is taken, and no process listens on it
         port = bound.getsockname()[1]
         config = EngineConfig(kind="openai", base_url=f"http://127.0.0.1:{port}", max_retries=0)
         told = f"http://127.0.0.1:{port}/v1 cannot be reached.*is the server run"
@@ -251,15 +251,15 @@ def test_nobody_there_is_told_with_the_address() -> None:
             engine.find_model()
 
 
-def test_silent_server_is_given_up() -> None:
+def test_silent_server_is_an_error() -> None:
     def silent(connection: socket.socket) -> None:
         connection.recv(1)  # until the client closes
 
     with (
-        talking(silent, read_timeout_s=0.05) as talk,
+        talking(silent, read_timeout_s=0.05) as fixture,
         pytest.raises(EngineUnavailableError, match="silent for 0.05 s.*read_timeout_s"),
     ):
-        talk.failure()
+        fixture.failure()
 
 
 def test_deadline_closes_the_connection() -> None:
@@ -269,11 +269,11 @@ def test_deadline_closes_the_connection() -> None:
         if connection.recv(1) == b"":
             has_left.set()
 
-    with talking(silent, GOOD) as talk:
-        last = read(talk.submit(deadline=0.5))[-1]
+    with talking(silent, GOOD) as fixture:
+        last = read(fixture.submit(deadline=0.5))[-1]
         assert last.finish_reason is FinishReason.ABORTED and isinstance(last.error, DeadlineExceededError)
         assert has_left.wait(20)
-        assert text(read(talk.submit(deadline=1000.0))) == "Twice a year."
+        assert text(read(fixture.submit(deadline=1000.0))) == "Twice a year."
 
 
 def test_cancelling_closes_the_connection() -> None:
@@ -284,52 +284,52 @@ def test_cancelling_closes_the_connection() -> None:
         if connection.recv(1) == b"":
             has_left.set()
 
-    with talking(endless, GOOD) as talk:
-        events = talk.submit()
+    with talking(endless, GOOD) as fixture:
+        events = fixture.submit()
         assert events.get(timeout=20).text == "and on"
-        assert (talk.engine.num_running, talk.engine.num_waiting) == (1, 0)
-        talk.engine.cancel(RequestId("r"))
+        assert (fixture.engine.num_running, fixture.engine.num_waiting) == (1, 0)
+        fixture.engine.cancel(RequestId("r"))
 
         last = events.get(timeout=20)
         assert (last.finish_reason, last.error) == (FinishReason.ABORTED, None)
         assert has_left.wait(20)
-        assert text(talk.ask()) == "Twice a year."
-        talk.engine.cancel(RequestId("r"))  # it has ended
+        assert text(fixture.ask()) == "Twice a year."
+        fixture.engine.cancel(RequestId("r"))  # it has ended
 
 
-def test_closing_tells_those_who_wait_and_refuses_others() -> None:
+def test_close_ends_waiting_requests_and_refuses_new_ones() -> None:
     def silent(connection: socket.socket) -> None:
         connection.recv(1)
 
-    with talking(silent) as talk:
-        events = talk.submit()
-        talk.engine.close()
+    with talking(silent) as fixture:
+        events = fixture.submit()
+        fixture.engine.close()
 
         assert isinstance(events.get(timeout=20).error, EngineClosedError)
         with pytest.raises(EngineClosedError):
-            talk.submit()
+            fixture.submit()
 
 
 def test_model_is_the_first_that_is_listed() -> None:
     listed = reply(200, {"object": "list", "data": [{"id": "first"}, {"id": "second"}]})
-    with talking(error(503, "loading"), listed, model="") as talk:
-        assert talk.engine.find_model() == "first"
-        assert talk.engine.find_model() == "first"
+    with talking(error(503, "loading"), listed, model="") as fixture:
+        assert fixture.engine.find_model() == "first"
+        assert fixture.engine.find_model() == "first"
 
-    assert [asked.path for asked in talk.server.asked] == ["/v1/models", "/v1/models"]
-    assert talk.slept == [0.5]
+    assert [asked.path for asked in fixture.server.asked] == ["/v1/models", "/v1/models"]
+    assert fixture.slept == [0.5]
 
 
 @pytest.mark.parametrize("listed", [{"data": []}, {"data": [{}]}, ["x"]])
-def test_server_that_lists_no_model_is_told(listed: object) -> None:
+def test_server_without_models_is_an_error(listed: object) -> None:
     with (
-        talking(reply(200, listed), model="") as talk,
+        talking(reply(200, listed), model="") as fixture,
         pytest.raises(EngineRefusedError, match="name one with --engine-model"),
     ):
-        talk.engine.find_model()
+        fixture.engine.find_model()
 
 
-def test_requests_run_side_by_side() -> None:
+def test_requests_run_concurrently() -> None:
     both = threading.Barrier(2)
 
     def wait_for_the_other(connection: socket.socket) -> None:
@@ -339,18 +339,18 @@ def test_requests_run_side_by_side() -> None:
 
         other = threading.Thread(target=answer, args=(connection,))
         other.start()
-        second, _ = talk.server._socket.accept()
+        second, _ = fixture.server._socket.accept()
         with second:
             assert read_request(second) is not None
             answer(second)
         other.join(20)
 
-    with talking(wait_for_the_other) as talk:
-        queues = [talk.submit(name="a"), talk.submit(name="b")]
+    with talking(wait_for_the_other) as fixture:
+        queues = [fixture.submit(name="a"), fixture.submit(name="b")]
         assert [text(read(events)) for events in queues] == ["Twice a year."] * 2
 
 
-def test_pieces_of_bytes_do_not_matter() -> None:
+def test_text_does_not_depend_on_how_bytes_arrive() -> None:
     whole = STREAM_HEAD + delta("z\u00e4hlt \u2028 \u0085 auch") + delta(None, "stop") + USAGE + DONE
 
     def byte_by_byte(connection: socket.socket) -> None:
@@ -358,5 +358,5 @@ def test_pieces_of_bytes_do_not_matter() -> None:
         for at in range(len(whole)):
             connection.sendall(whole[at : at + 1])
 
-    with talking(byte_by_byte) as talk:
-        assert text(talk.ask()) == "z\u00e4hlt \u2028 \u0085 auch"
+    with talking(byte_by_byte) as fixture:
+        assert text(fixture.ask()) == "z\u00e4hlt \u2028 \u0085 auch"

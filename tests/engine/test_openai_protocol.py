@@ -1,4 +1,4 @@
-"""The protocol without sockets."""
+"""OpenAI's protocol without sockets."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ STREAM = b": hello\r\ndata: a\r\n\r\nevent: x\ndata:b\ndata: c\n\n\n\rdata: \xc3
 
 
 @given(st.lists(st.integers(0, len(STREAM))))
-def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
+def test_events_do_not_depend_on_how_bytes_are_cut(cuts: list[int]) -> None:
     decoder = SseDecoder()
     places = [0, *sorted(cuts), len(STREAM)]
     found = [data for start, end in zip(places, places[1:], strict=False) for data in decoder.push(STREAM[start:end])]
@@ -23,7 +23,7 @@ def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
     assert found == ["a", "b\nc", "\u00e4\x0b"]
 
 
-def test_event_without_end_is_an_error() -> None:
+def test_too_large_event_is_an_error() -> None:
     decoder = SseDecoder()
     with pytest.raises(EngineError, match="more than 4194304 bytes"):
         for _ in range(5):
@@ -49,7 +49,7 @@ def test_events(data: str, progress: EventDelta) -> None:
     assert read_event(data) == progress
 
 
-def test_sampling_is_sent_with_what_changes_nothing() -> None:
+def test_neutral_sampling_values_are_sent() -> None:
     params = SamplingParams(max_tokens=5, temperature=0.5, top_p=0.9, seed=3)
     asked = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 3}
     asked |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -59,7 +59,7 @@ def test_sampling_is_sent_with_what_changes_nothing() -> None:
     assert sampling_fields(params, has_extra=False) == asked
 
 
-def test_sampling_that_a_server_does_not_know_is_refused() -> None:
+def test_unsupported_sampling_parameters_are_refused() -> None:
     params = SamplingParams(min_p=0.1, repetition_penalty=1.2, min_tokens=2)
 
     wire = sampling_fields(params, has_extra=True)

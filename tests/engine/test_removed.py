@@ -1,7 +1,7 @@
 """A request is not answered from KV that has seen a removed document, or one that its filter excludes.
 
-The bundled model with questions of its world: one chunk names a person, and another says where "she" was born. Which of
-two such chunks is about the person, only KV tells that was computed behind the first chunk.
+The bundled model with questions of its world: one chunk names a person, and another says where "she" was born. Only KV
+that was computed after the first chunk tells which of two such chunks is about the person.
 """
 
 from collections.abc import Callable, Collection
@@ -61,12 +61,12 @@ def question(person: int) -> str:
 
 
 def pair(person: int) -> tuple[Chunk, Chunk]:
-    """The chunk about the person, behind another that reads alike and that no other prompt holds."""
+    """Return the chunk about the person, after a similar one that no other prompt has."""
     return RIVALS[person], SHE[person]
 
 
-class Desk:
-    """An engine with the bundled model, asked over given chunks."""
+class ChunkFixture:
+    """An engine with the bundled model that answers over given chunks."""
 
     def __init__(self, model: LoadedModel, folder: Path | None = None, **reuse: object) -> None:
         self._model = model
@@ -115,12 +115,12 @@ class Desk:
         self.engine.scheduler.forget_chunks(lambda chunk_ids: chunk_ids - gone)
 
     def placed(self) -> dict[ChunkId | None, Tier | None]:
-        """The chunks of the last prompt that were placed, and from where."""
+        """Return the placed chunks of the last prompt, and their sources."""
         assert self.reuse is not None
         return {one.chunk_id: one.source for one in self.reuse.segments if one.reason is Reason.ANYWHERE}
 
     def keep_she_behind_names(self) -> None:
-        """Each chunk about "she" is computed behind a placed copy of the one that names her."""
+        """Compute each chunk about "she" after a placed copy of the chunk that names her."""
         self.ask("What is the river of Corvia ?", FILLER, *NAMED)
         for person, (named, she) in enumerate(zip(NAMED, SHE, strict=True)):
             self.ask(question(person), named, she)
@@ -135,9 +135,9 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def unaware(model: LoadedModel) -> list[str]:
-    """The answers over chunks that do not say whom they are about, without any reuse."""
-    desk = Desk(model, mode="off")
-    return [desk.ask(question(person), *pair(person)) for person in range(len(BORN))]
+    """The answers over chunks that do not name their person, without reuse."""
+    fixture = ChunkFixture(model, mode="off")
+    return [fixture.ask(question(person), *pair(person)) for person in range(len(BORN))]
 
 
 def seen_on_disk(folder: Path) -> set[ChunkId]:
@@ -147,51 +147,51 @@ def seen_on_disk(folder: Path) -> set[ChunkId]:
 
 
 @pytest.mark.parametrize(("selector", "ratio"), HOW)
-def test_a_removed_document_answers_nothing_through_what_was_computed_behind_it(
+def test_removed_document_does_not_answer_through_kv_computed_after_it(
     model: LoadedModel, unaware: list[str], selector: TokenSelector, ratio: float
 ) -> None:
-    desk = Desk(model, mode="anywhere", token_selector=selector, recompute_ratio=ratio)
-    desk.keep_she_behind_names()
-    desk.forget(NAMES)
-    assert desk.tree.chunk_ids() == {FILLER.chunk_id}
+    fixture = ChunkFixture(model, mode="anywhere", token_selector=selector, recompute_ratio=ratio)
+    fixture.keep_she_behind_names()
+    fixture.forget(NAMES)
+    assert fixture.tree.chunk_ids() == {FILLER.chunk_id}
     for person, expected in enumerate(unaware):
-        assert desk.ask(question(person), *pair(person)) == expected
-    assert not desk.tree.chunk_ids() & NAMES
+        assert fixture.ask(question(person), *pair(person)) == expected
+    assert not fixture.tree.chunk_ids() & NAMES
 
 
 @pytest.mark.parametrize(("selector", "ratio"), HOW)
-def test_a_request_that_may_not_see_a_document_is_not_answered_from_it(
+def test_request_that_may_not_see_a_document_is_not_answered_from_it(
     model: LoadedModel, unaware: list[str], selector: TokenSelector, ratio: float
 ) -> None:
-    desk = Desk(model, mode="anywhere", token_selector=selector, recompute_ratio=ratio)
-    desk.keep_she_behind_names()
+    fixture = ChunkFixture(model, mode="anywhere", token_selector=selector, recompute_ratio=ratio)
+    fixture.keep_she_behind_names()
     for person, expected in enumerate(unaware):
-        assert desk.ask(question(person), *pair(person), may_see=NAMES.isdisjoint) == expected
-        assert not desk.placed()
+        assert fixture.ask(question(person), *pair(person), may_see=NAMES.isdisjoint) == expected
+        assert not fixture.placed()
 
 
 @pytest.mark.parametrize(("selector", "ratio"), [("context", 0.15), ("question", 0.0)])
-def test_without_a_filter_what_was_computed_behind_another_document_is_used(
+def test_without_a_filter_kv_computed_after_another_document_is_used(
     model: LoadedModel, unaware: list[str], selector: TokenSelector, ratio: float
 ) -> None:
-    """And it shows in the answers: this is what the tests above would see."""
-    desk = Desk(model, mode="anywhere", token_selector=selector, recompute_ratio=ratio)
-    desk.keep_she_behind_names()
+    """The answers show it, so the tests above would detect such KV."""
+    fixture = ChunkFixture(model, mode="anywhere", token_selector=selector, recompute_ratio=ratio)
+    fixture.keep_she_behind_names()
     answers = []
     for person in range(len(BORN)):
-        answers.append(desk.ask(question(person), *pair(person)))
-        assert set(desk.placed()) == {SHE[person].chunk_id}
+        answers.append(fixture.ask(question(person), *pair(person)))
+        assert set(fixture.placed()) == {SHE[person].chunk_id}
     assert sum(answer != other for answer, other in zip(answers, unaware, strict=True)) >= 2
 
 
-def test_another_process_knows_from_the_records_what_their_kv_has_seen(
+def test_records_tell_another_process_what_their_kv_has_seen(
     model: LoadedModel, unaware: list[str], tmp_path: Path
 ) -> None:
-    first = Desk(model, tmp_path, mode="anywhere", recompute_ratio=0.0)
+    first = ChunkFixture(model, tmp_path, mode="anywhere", recompute_ratio=0.0)
     first.keep_she_behind_names()
     first.cache.close()
     assert seen_on_disk(tmp_path) >= NAMES
-    second = Desk(model, tmp_path, mode="anywhere", recompute_ratio=0.0)
+    second = ChunkFixture(model, tmp_path, mode="anywhere", recompute_ratio=0.0)
     assert second.ask(question(0), *pair(0), may_see=NAMES.isdisjoint) == unaware[0]
     assert not second.placed()
     second.ask(question(1), *pair(1))
@@ -202,16 +202,16 @@ def test_another_process_knows_from_the_records_what_their_kv_has_seen(
     assert seen_on_disk(tmp_path) and not seen_on_disk(tmp_path) & NAMES
 
 
-def test_a_request_under_way_keeps_nothing_of_a_document_that_its_placed_copy_has_seen(model: LoadedModel) -> None:
-    """The document stands in no prompt: it is removed between placing and the end of the prompt."""
-    desk = Desk(model, mode="anywhere", recompute_ratio=0.0)
-    desk.keep_she_behind_names()
+def test_running_request_keeps_no_kv_if_its_placed_copy_saw_a_removed_document(model: LoadedModel) -> None:
+    """The document is in no prompt; it is removed between placing and the end of the prompt."""
+    fixture = ChunkFixture(model, mode="anywhere", recompute_ratio=0.0)
+    fixture.keep_she_behind_names()
     first, last = chunk(50, "The capital of Ardun is Belmar ."), chunk(51, "The river of Ardun is the Tolvane .")
-    desk.ask("What is the river of Corvia ?", FILLER, first)
-    desk.engine.submit(desk.request(question(0), SHE[0], last))
-    assert desk.engine.scheduler.schedule() is not None  # it has its copy, and has computed nothing yet
-    desk.forget(NAMES)
-    desk.engine.step()
-    desk.finish()
-    assert set(desk.placed()) == {SHE[0].chunk_id}
-    assert desk.tree.chunk_ids() == {FILLER.chunk_id, first.chunk_id}
+    fixture.ask("What is the river of Corvia ?", FILLER, first)
+    fixture.engine.submit(fixture.request(question(0), SHE[0], last))
+    assert fixture.engine.scheduler.schedule() is not None  # the copy is placed, and nothing is computed yet
+    fixture.forget(NAMES)
+    fixture.engine.step()
+    fixture.finish()
+    assert set(fixture.placed()) == {SHE[0].chunk_id}
+    assert fixture.tree.chunk_ids() == {FILLER.chunk_id, first.chunk_id}

@@ -1,6 +1,6 @@
-"""Thousands of requests from several threads through the engine's thread, with a small pool, a host and a disk: some
-are cancelled, some take too long, some listeners are slow or fail. Afterwards everybody was told his end, nobody was
-overtaken without end, and every block and byte is back."""
+"""Soak: requests from several threads through the engine's thread, with a small pool, a host and a disk tier. Some
+are cancelled, some take too long, some listeners are slow or fail. Every request gets its last event, the window
+bounds overtaking, and every block and byte is released."""
 
 import gc
 import logging
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 from stillroom.backends.local import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
@@ -38,23 +37,14 @@ from tests.fakes import ManualClock, random_checkpoint
 BLOCK, NUM_BLOCKS, HOST_TOKENS, DISK_RECORDS = 8, 48, 100, 15
 WINDOW = 8
 STEP_SECONDS, TIMEOUT = 0.01, 0.6
-"""On the engine's clock: sixty steps, then once more."""
+"""In seconds on the engine's clock: a request may take sixty steps, twice."""
 NUM_THREADS, NUM_OPEN = 4, 6
-"""Who ask, and how many of each one's requests are under way."""
+"""Threads that ask, and the requests in progress of each."""
 LONG = 180
-"""Tokens of an answer that takes too long."""
+"""Tokens of an answer that exceeds the time limit."""
 MAX_GROWTH = 12 * 2**20
-"""Python's table of interned strings, which the names of files go through, grows by 7 MiB at once now and then."""
+"""Python's table of interned strings, which holds names of files, sometimes grows by 7 MiB at once."""
 PATIENCE = 120.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is tiny: two threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +55,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class TickingRunner:
-    """Each step takes as long on the engine's clock, and admissions are seen in it."""
+    """Advances the engine's clock by the same time in each step, and reports the requests that run."""
 
     def __init__(self, inner: Runner, clock: VirtualClock, on_run: Callable[[RequestId], None]) -> None:
         self.inner, self.clock, self.on_run = inner, clock, on_run
@@ -81,12 +71,12 @@ class TickingRunner:
 
 
 class WatchedEngine(Engine):
-    """Counts for each request that waits how many later ones went first."""
+    """Counts for each waiting request how many later ones were admitted before it."""
 
     def __init__(self, inner: Engine, clock: VirtualClock) -> None:
         super().__init__(inner.scheduler, TickingRunner(inner.runner, clock, self._seen), clock, TIMEOUT)
         self.overtaken: dict[RequestId, int] = {}
-        """Of those that have not run yet, in the order in which they came."""
+        """Counts of the requests that have not run yet, in order of arrival."""
         self.most_overtaken = 0
 
     def submit(self, request: Request, *samples: Request) -> None:
@@ -108,8 +98,8 @@ class WatchedEngine(Engine):
         del self.overtaken[request_id]
 
 
-class House:
-    """An engine in its thread, over tiers that hold little."""
+class SoakFixture:
+    """An engine in its thread, over small tiers."""
 
     def __init__(self, decoder: Decoder, folder: Path) -> None:
         spec = decoder.spec
@@ -125,7 +115,7 @@ class House:
         )
         reuse = ReuseConfig(host_bytes=HOST_TOKENS * per_token, disk_bytes=self.disk_bytes, tail_blocks=1)
         clock = ManualClock()
-        profile = linear_profile(1e-3, 1e-4, 1e-7)  # loading costs nothing, so what is kept is used
+        profile = linear_profile(1e-3, 1e-4, 1e-7)  # loading costs nothing, so kept KV is used
         inner, self.cache = build_engine(
             decoder, runtime, clock, reuse=reuse, fingerprint=b"m" * 32, profile=profile, kv_folder=folder
         )
@@ -133,7 +123,7 @@ class House:
         self.engine = AsyncEngine(self.watched)
 
     def ask_engine(self, command: Callable[[Engine], object]) -> None:
-        """Done in the engine's thread before this returns; what it raises is raised here."""
+        """Run a command in the engine's thread, and return when it has run; its exceptions are raised here."""
         done, errors = threading.Event(), list[BaseException]()
 
         def carry_out(engine: Engine) -> None:
@@ -149,7 +139,7 @@ class House:
             raise errors[0]
 
     def check_idle(self) -> None:
-        """Nothing is left of anybody, and what is kept is within its limits."""
+        """Assert that no request is left, and that kept KV is within its limits."""
 
         def check(engine: Engine) -> None:
             engine.check_integrity()
@@ -161,7 +151,7 @@ class House:
         self._check_bytes()
 
     def check_empty(self) -> None:
-        """Every block and byte is back once nothing is kept."""
+        """Assert that every block and byte is released when no KV is kept."""
         tree = self.cache.tree
         assert tree is not None
         self.ask_engine(lambda _: tree.clear())
@@ -178,30 +168,30 @@ class House:
 
 
 @dataclass
-class Fate:
-    """What is to happen to a request."""
+class RequestPlan:
+    """Planned events of a request."""
 
     max_tokens: int
     cancel_after: int | None = None
-    """Tokens; 0: at once."""
+    """Cancel after this many tokens; 0: at once."""
     fails_after: int | None = None
-    """Its listener, at this event; 0: the first one."""
+    """Event at which its listener fails; 0: the first one."""
     is_slow: bool = False
 
 
-def fate(draw: random.Random) -> Fate:
+def plan_request(draw: random.Random) -> RequestPlan:
     kind, length = draw.random(), draw.randint(1, 8)
     if kind < 0.12:
-        return Fate(length, cancel_after=draw.randint(0, length))
+        return RequestPlan(length, cancel_after=draw.randint(0, length))
     if kind < 0.17:
-        return Fate(length, fails_after=draw.randint(0, length - 1))
+        return RequestPlan(length, fails_after=draw.randint(0, length - 1))
     if kind < 0.18:
-        return Fate(LONG)
-    return Fate(length, is_slow=kind < 0.20)
+        return RequestPlan(LONG)
+    return RequestPlan(length, is_slow=kind < 0.20)
 
 
 def question(name: str, draw: random.Random, max_tokens: int) -> Request:
-    """Popular documents far more often; now and then for somebody else, or urgent, or far too long."""
+    """Return a random request: popular documents are frequent; some are of another tenant, urgent or too long."""
     documents = [min(int(draw.paretovariate(0.7)), 60) for _ in range(draw.randint(1, 3))]
     segments = [Segment(SegmentKind.SYSTEM, (3, 4, 5, 6, 7))]
     for document in documents:
@@ -219,10 +209,10 @@ def question(name: str, draw: random.Random, max_tokens: int) -> Request:
 
 
 @dataclass
-class Asker:
-    """Somebody who has a few requests under way at any time."""
+class SoakClient:
+    """A client with a few requests in progress at any time."""
 
-    house: House
+    fixture: SoakFixture
     name: str
     count: int
     draw: random.Random
@@ -230,9 +220,9 @@ class Asker:
     """Last events of each request."""
     ends: Counter[str] = field(default_factory=Counter)
     failed: set[RequestId] = field(default_factory=set)
-    """Whose listeners failed; they hear nothing afterwards."""
+    """Requests whose listeners failed, and so get no further event."""
     late: list[str] = field(default_factory=list)
-    """Who heard something after the end."""
+    """Requests that got an event after their last one."""
     problem: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -241,15 +231,15 @@ class Asker:
     def run(self) -> None:
         try:
             for number in range(self.count):
-                assert self.open.acquire(timeout=PATIENCE), "nobody ends"
+                assert self.open.acquire(timeout=PATIENCE), "no request ends"
                 self._ask(f"{self.name}-{number}")
             for _ in range(NUM_OPEN):
-                assert self.open.acquire(timeout=PATIENCE), "somebody does not end"
+                assert self.open.acquire(timeout=PATIENCE), "a request does not end"
         except BaseException as error:
             self.problem = error
 
     def _ask(self, name: str) -> None:
-        what = fate(self.draw)
+        what = plan_request(self.draw)
         one = question(name, self.draw, what.max_tokens)
         num_heard = 0
 
@@ -261,7 +251,7 @@ class Asker:
             if what.is_slow:
                 sum(range(100_000))
             if num_heard == what.cancel_after:
-                self.house.engine.cancel(one.request_id)
+                self.fixture.engine.cancel(one.request_id)
             if what.fails_after is not None and num_heard > what.fails_after:
                 self.failed.add(one.request_id)
                 self.ends["listener failed"] += 1
@@ -275,37 +265,38 @@ class Asker:
                 self.open.release()
 
         try:
-            self.house.engine.submit(one, hear)
+            self.fixture.engine.submit(one, hear)
         except PromptTooLongError:
             self.lasts[one.request_id] += 1
             self.ends["refused"] += 1
             self.open.release()
         else:
             if what.cancel_after == 0:
-                self.house.engine.cancel(one.request_id)
+                self.fixture.engine.cancel(one.request_id)
 
 
-def soak(house: House, count: int, seed: int) -> Counter[str]:
-    """So many requests, checked while they run and when all have ended; how they ended."""
+def soak(fixture: SoakFixture, count: int, seed: int) -> Counter[str]:
+    """Run requests, check them while they run and after all have ended; returns how they ended."""
     draw = random.Random(seed)
-    askers = [
-        Asker(house, f"{seed}-{at}", count // NUM_THREADS, random.Random(draw.random())) for at in range(NUM_THREADS)
+    clients = [
+        SoakClient(fixture, f"{seed}-{at}", count // NUM_THREADS, random.Random(draw.random()))
+        for at in range(NUM_THREADS)
     ]
-    threads = [threading.Thread(target=asker.run, name=f"asker {asker.name}") for asker in askers]
+    threads = [threading.Thread(target=client.run, name=f"client {client.name}") for client in clients]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        house.ask_engine(lambda engine: engine.check_integrity())
+        fixture.ask_engine(lambda engine: engine.check_integrity())
         threads[0].join(0.05)
-    for asker in askers:
-        if asker.problem is not None:
-            raise asker.problem
-        assert not asker.late
-        told = {one for one, times in asker.lasts.items() if times == 1}
-        assert len(told) == len(asker.lasts), "somebody was told his end twice"
-        assert not told & asker.failed and len(told) + len(asker.failed) == asker.count
-    house.check_idle()
-    return sum((asker.ends for asker in askers), Counter())
+    for client in clients:
+        if client.problem is not None:
+            raise client.problem
+        assert not client.late
+        told = {one for one, times in client.lasts.items() if times == 1}
+        assert len(told) == len(client.lasts), "a request got two last events"
+        assert not told & client.failed and len(told) + len(client.failed) == client.count
+    fixture.check_idle()
+    return sum((client.ends for client in clients), Counter())
 
 
 def memory() -> int:
@@ -315,34 +306,34 @@ def memory() -> int:
 
 
 @pytest.fixture
-def house(decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[House]:
-    caplog.set_level(logging.CRITICAL, "stillroom.engine.async_engine")  # hundreds of failed listeners, kept as records
-    house = House(decoder, tmp_path)
-    yield house
-    house.engine.close()
-    house.cache.close()
+def fixture(decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[SoakFixture]:
+    caplog.set_level(logging.CRITICAL, "stillroom.engine.async_engine")  # hundreds of log records of failed listeners
+    fixture = SoakFixture(decoder, tmp_path)
+    yield fixture
+    fixture.engine.close()
+    fixture.cache.close()
 
 
 ENDS = {"length", "aborted", "timed out", "listener failed", "refused"}
 
 
-def test_hundreds_of_requests_leave_nothing_behind(house: House) -> None:
-    ends = soak(house, 400, seed=1)
+def test_soak_of_hundreds_of_requests_leaks_nothing(fixture: SoakFixture) -> None:
+    ends = soak(fixture, 400, seed=1)
     assert ends["length"] > 200 and ends["aborted"] and ends["listener failed"], ends
-    assert 0 < house.watched.most_overtaken <= WINDOW
-    house.check_empty()
+    assert 0 < fixture.watched.most_overtaken <= WINDOW
+    fixture.check_empty()
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_leave_nothing_behind(house: House) -> None:
-    ends = soak(house, 2000, seed=2)
+def test_soak_of_ten_thousand_requests_leaks_nothing(fixture: SoakFixture) -> None:
+    ends = soak(fixture, 2000, seed=2)
     before = memory()
-    ends += soak(house, 8000, seed=3)
+    ends += soak(fixture, 8000, seed=3)
     growth = memory() - before
     assert growth < MAX_GROWTH, f"{growth / 2**20:.1f} MiB more after eight thousand requests"
     assert sum(ends.values()) == 10_000 and set(ends) == ENDS, ends
-    assert 0 < house.watched.most_overtaken <= WINDOW
-    assert house.cache.tree is not None
-    stats = house.cache.tree.stats
+    assert 0 < fixture.watched.most_overtaken <= WINDOW
+    assert fixture.cache.tree is not None
+    stats = fixture.cache.tree.stats
     assert all(stats.hits[tier] and stats.evictions[tier] for tier in Tier), "every tier was in use"
-    house.check_empty()
+    fixture.check_empty()

@@ -300,6 +300,5 @@ class Backlog:
             self._pace.start(now)
 
     def end(self, at: float) -> None:
-        """Record the end of a request."""
         with self._lock:
             self._pace.end(at)

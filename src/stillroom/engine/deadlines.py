@@ -71,7 +71,6 @@ class Deadlines:
 
 
 def deadline_error() -> DeadlineExceededError:
-    """The error that ends a request whose own deadline has passed."""
     return DeadlineExceededError(
         "the answer was not complete within deadline_seconds; allow more, or ask for less (top_k, max_tokens)"
     )

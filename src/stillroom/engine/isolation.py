@@ -57,8 +57,6 @@ class BatchOutcome:
 
 
 class Isolation:
-    """Executes the batches of one engine."""
-
     def __init__(self, execute: Callable[[Batch], StepResult], block_size: int) -> None:
         self._execute_batch = execute
         self._block_size = block_size

@@ -101,7 +101,6 @@ class OpenAIClient:
         return read_models(response.content, self.url)
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
-        """Yield the events of one attempt."""
         decoder, has_begun, is_finished = SseDecoder(), False, False
         try:
             with self._connection_errors():

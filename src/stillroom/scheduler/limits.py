@@ -9,8 +9,6 @@ from stillroom.kvcache.manager import KVCacheManager
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Limits of a step and of a request."""
-
     max_num_seqs: int
     """Sequences that run at the same time."""
     max_num_batched_tokens: int

@@ -19,12 +19,10 @@ Policy = Callable[[AdmissionCandidate], float]
 
 
 def first_come(candidate: AdmissionCandidate) -> float:
-    """Order of arrival."""
     return float(candidate.arrival)
 
 
 def shortest_first(candidate: AdmissionCandidate) -> float:
-    """Fewest tokens to compute first."""
     return float(candidate.num_to_compute)
 
 
