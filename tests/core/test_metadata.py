@@ -14,7 +14,7 @@ from stillroom.core.metadata import (
     clean_metadata,
     metadata_from_json,
     metadata_to_json,
-    typed,
+    parse_scalar,
 )
 
 SCALARS = st.one_of(
@@ -74,4 +74,4 @@ def test_fields_depth_and_integers_are_limited() -> None:
     + [(str(2**63 - 1), 2**63 - 1), (str(2**63), str(2**63)), ("0.50", 0.5)],
 )
 def test_text_written_as_a_number_becomes_one(text: str, value: Scalar) -> None:
-    assert typed(text) == value
+    assert parse_scalar(text) == value

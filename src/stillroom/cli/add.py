@@ -11,7 +11,7 @@ from stillroom.cli import opening
 from stillroom.cli.console import count, duration, line, note, print_json, printable_name, short_path
 from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import showing_progress
-from stillroom.core.metadata import typed
+from stillroom.core.metadata import parse_scalar
 from stillroom.errors import IndexUnavailableError, KnowledgeBaseBusyError, StillroomError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _metadata(pairs: list[str]) -> dict[str, object]:
         name, separator, text = pair.partition("=")
         if not separator or not name.strip():
             raise UsageError(f"--meta {pair}: expected NAME=VALUE, such as --meta team=legal")
-        found.setdefault(name.strip(), []).append(typed(text) if text.strip() else None)
+        found.setdefault(name.strip(), []).append(parse_scalar(text) if text.strip() else None)
     return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 
 

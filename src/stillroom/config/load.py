@@ -258,7 +258,7 @@ def _check(setting: Setting, value: object, origin: str, *, is_text: bool) -> ob
         raise problem
     if setting.is_path:
         return os.path.expanduser(str(converted))
-    if isinstance(converted, int | float) and setting.range and not setting.range.holds(converted):
+    if isinstance(converted, int | float) and setting.range and not setting.range.contains(converted):
         raise problem
     return converted
 

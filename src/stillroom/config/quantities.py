@@ -28,7 +28,7 @@ class Range:
     is_low_open: bool = False
     """Whether `low` itself is excluded."""
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Whether the value is in the range; infinities and NaN never are."""
         is_above = value > self.low if self.is_low_open else value >= self.low
         return math.isfinite(value) and is_above and value <= self.high
@@ -65,7 +65,7 @@ def check_ranges(section: str, config: Any) -> None:
     """Raise ConfigError if a number of the section's settings is out of its range."""
     for name, allowed in ranges_of(config.__class__).items():
         value = getattr(config, name)
-        if not allowed.holds(value):
+        if not allowed.contains(value):
             raise ConfigError(f"{section}.{name}={value}; it must be {allowed}")
 
 

@@ -83,7 +83,7 @@ def _scalar(value: object) -> Scalar | None:
             return None
 
 
-def typed(text: str) -> Scalar:
+def parse_scalar(text: str) -> Scalar:
     """Convert a text that is written as a boolean or a number; `007`, `1e400` and integers that SQLite cannot hold stay
     texts."""
     text = text.strip()

@@ -35,7 +35,7 @@ class Option:
     forecast: Forecast
 
 
-def simulated(forecaster: Forecaster, splits: Sequence[Split], step: Callable[[], None]) -> list[Option]:
+def simulate_splits(forecaster: Forecaster, splits: Sequence[Split], step: Callable[[], None]) -> list[Option]:
     """Simulate the splits; those whose device cannot hold the longest prompt are absent."""
     found = []
     for split in splits:

@@ -96,8 +96,8 @@ def measure_inputs(  # noqa: PLR0913
     workload: PlannedWorkload,
     answer_tokens: int,
     clock: Clock,
-    say: Callable[[str], None] = lambda _: None,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    on_phase: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PlanInputs:
     """Measure all inputs of a plan.
 
@@ -110,7 +110,7 @@ def measure_inputs(  # noqa: PLR0913
         ConfigError: the settings do not fit the model.
         UsageError: there is too little memory to measure.
     """
-    say(f"loading {config.runtime.model}")
+    on_phase(f"loading {config.runtime.model}")
     costs = measured_costs(config, kb.path, clock)
     runtime, model = config.runtime, costs.model
     spec = model.decoder.spec
@@ -128,15 +128,15 @@ def measure_inputs(  # noqa: PLR0913
         batch_delay_seconds=runtime.batch_delay_ms / 1000,
     )
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
-    say("searching")
+    on_phase("searching")
     max_tokens = spec.max_positions - answer_tokens
     max_tokens = min(max_tokens, config.generation.max_prompt_tokens or max_tokens)
     lists = None if config.search.mode == "sparse" else lists_of(kb)
-    found = _search(kb, config, questions.texts, lists, prompts, max_tokens, clock, tell)
+    found = _search(kb, config, questions.texts, lists, prompts, max_tokens, clock, on_progress)
     index = None
     if lists is not None:
-        index = _index_lists(kb, lists, questions, workload, say)
-        index = _with_devices(index, kb, lists, config, questions, model.decoder.device, say)
+        index = _index_lists(kb, lists, questions, workload, on_phase)
+        index = _with_devices(index, kb, lists, config, questions, model.decoder.device, on_phase)
     policy = EnginePolicy(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
     prompts_of_warm = [found[number].prompt for number in workload.warm]
     return PlanInputs(
@@ -167,7 +167,7 @@ def _search(  # noqa: PLR0913
     prompts: PromptBuilder,
     max_tokens: int,
     clock: Clock,
-    tell: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> list[ObservedQuestion]:
     for _ in range(2):  # loads the embedder and the indexes
         kb.search("warm up")
@@ -185,14 +185,14 @@ def _search(  # noqa: PLR0913
         prompt = prompts.build([scored.chunk for scored in result.results], text, max_tokens)
         parts = tuple(segment.token_ids for segment in prompt.segments)
         found.append(ObservedQuestion(parts, result, dense_seconds))
-        tell(number + 1, len(texts))
+        on_progress(number + 1, len(texts))
     return found
 
 
 def _index_lists(
-    kb: KnowledgeBase, lists: Any, questions: QuestionCounts, workload: PlannedWorkload, say: Callable[[str], None]
+    kb: KnowledgeBase, lists: Any, questions: QuestionCounts, workload: PlannedWorkload, on_phase: Callable[[str], None]
 ) -> DivisibleIndex:
-    say("profiling the index")
+    on_phase("profiling the index")
     vectors = np.stack([kb.embed_question(text) for text in questions.texts])
     nprobe = _nprobe(kb, lists)
     profile = measure_profile(lists, vectors, nprobe, kb.path, _EFFORT)
@@ -211,7 +211,7 @@ def _with_devices(  # noqa: PLR0913
     config: StillroomConfig,
     questions: QuestionCounts,
     model_device: torch.device,
-    say: Callable[[str], None],
+    on_phase: Callable[[str], None],
 ) -> DivisibleIndex:
     """Add the devices that may hold lists: those configured, else the GPUs if the model is on a GPU."""
     own = config.index
@@ -222,7 +222,7 @@ def _with_devices(  # noqa: PLR0913
     num_bytes = own.device_bytes or config.runtime.kv_bytes
     if not (own.device_bytes or shares_device):
         return index
-    say(f"profiling lists on {devices[0]}")
+    on_phase(f"profiling lists on {devices[0]}")
     vectors = np.stack([kb.embed_question(text) for text in questions.texts])
     costs = measure_device(lists, vectors, index.nprobe, devices[0], num_bytes, _EFFORT)
     if costs is None:

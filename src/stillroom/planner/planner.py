@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from stillroom.errors import PromptTooLongError, UsageError
-from stillroom.planner.choice import Option, Target, choose, simulated
+from stillroom.planner.choice import Option, Target, choose, simulate_splits
 from stillroom.planner.constraints import Shortfall, Sufficient, smallest_hit_rate
 from stillroom.planner.forecast import Forecast, Forecaster, Variation
 from stillroom.planner.splits import Budgets, Split, candidates
@@ -69,7 +69,7 @@ def make_plan(
     budgets: Budgets,
     target: Target,
     current: Split | None = None,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """Simulate the grid, choose a split, and forecast changes to it.
 
@@ -82,8 +82,8 @@ def make_plan(
         raise UsageError(
             f"the lists of the index do not fit: {missing:,} bytes are missing on disk; raise --disk by that"
         )
-    progress = _PlanProgress(tell, len(splits) + 24)
-    options = simulated(forecaster, splits, progress.step)
+    progress = _PlanProgress(on_progress, len(splits) + 24)
+    options = simulate_splits(forecaster, splits, progress.step)
     if not options:
         try:
             forecaster.forecast(splits[0])  # has the most bytes for KV
@@ -128,15 +128,15 @@ def binding_constraint(alone: Forecast, target: Target) -> Binding:
 
 
 class _PlanProgress:
-    def __init__(self, tell: Callable[[int, int], None], total: int) -> None:
-        self._tell, self._total, self._done = tell, total, 0
+    def __init__(self, on_progress: Callable[[int, int], None], total: int) -> None:
+        self._on_progress, self._total, self._done = on_progress, total, 0
 
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
-        self._tell(self._done, self._total)
+        self._on_progress(self._done, self._total)
 
     def end(self) -> None:
-        self._tell(self._total, self._total)
+        self._on_progress(self._total, self._total)
 
 
 def _current(forecaster: Forecaster, current: Split | None) -> Option | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stillroom.errors import PromptTooLongError
-from stillroom.planner.choice import Target, choose, simulated
+from stillroom.planner.choice import Target, choose, simulate_splits
 from stillroom.planner.forecast import Forecast, Forecaster, Variation
 from stillroom.planner.splits import Budgets, Split, candidates
 
@@ -90,4 +90,6 @@ def purchases(
 def _best_split(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:
     """Forecast the best split of other budgets, from a coarser grid than the plan's."""
     splits = candidates(budgets, forecaster.list_bytes, forecaster, 4, 2)
-    return Effect(name, choose(simulated(forecaster, splits, lambda: None), target.percent).forecast, "split anew")
+    return Effect(
+        name, choose(simulate_splits(forecaster, splits, lambda: None), target.percent).forecast, "split anew"
+    )

@@ -15,7 +15,7 @@ from typing import TextIO
 REQUEST_ID: ContextVar[str | None] = ContextVar("stillroom_request_id", default=None)
 """Id of the current HTTP request; the server sets it for itself and the threads that it starts."""
 
-_TALKATIVE = (
+_NOISY_LIBRARIES = (
     "asyncio",
     "faiss",
     "filelock",
@@ -56,7 +56,7 @@ def configure_logging(
     root.addHandler(handler)
     root.setLevel(number)
     quiet = logging.NOTSET if number <= logging.DEBUG else max(number, logging.WARNING)
-    for name in _TALKATIVE:
+    for name in _NOISY_LIBRARIES:
         logging.getLogger(name).setLevel(quiet)
     if quiet:  # transformers sets its own level when it is first imported, from these
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

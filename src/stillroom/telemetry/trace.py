@@ -27,7 +27,7 @@ _COLUMNS = "(request_id TEXT PRIMARY KEY, at REAL NOT NULL, trace TEXT NOT NULL)
 _BUSY_TIMEOUT_S = 2.0
 _MAX_PENDING = 1024
 """Most records that wait to be written; further ones are dropped."""
-_PATIENCE_S = 5.0
+_MAX_READ_WAIT_S = 5.0
 """Longest wait of a reader for pending writes."""
 
 
@@ -117,8 +117,8 @@ class TraceLog:
             return
         is_written = threading.Event()
         with contextlib.suppress(queue.Full):
-            self._pending.put(is_written, timeout=_PATIENCE_S)
-            is_written.wait(_PATIENCE_S)
+            self._pending.put(is_written, timeout=_MAX_READ_WAIT_S)
+            is_written.wait(_MAX_READ_WAIT_S)
 
     def get(self, request_id: str | None = None) -> tuple[str, float, dict[str, Any]] | None:
         """Return id, time and record of a question, of the last one without an id; None if absent.
@@ -183,7 +183,7 @@ class TraceLog:
             with contextlib.closing(_opened_for_reading(self._path)) as connection:
                 yield connection
         except sqlite3.Error as error:
-            raise _explained(self._path, error) from None  # SQLite's message may quote a question
+            raise _as_error(self._path, error) from None  # SQLite's message may quote a question
         except (ValueError, KeyError, TypeError) as error:
             raise _damaged(self._path, type(error).__name__) from None
 
@@ -232,7 +232,7 @@ def _connected(name: str) -> sqlite3.Connection:
     return connection
 
 
-def _explained(path: Path, error: sqlite3.Error) -> KnowledgeBaseError:
+def _as_error(path: Path, error: sqlite3.Error) -> KnowledgeBaseError:
     code = code_of(error, sqlite3.SQLITE_ERROR)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return KnowledgeBaseBusyError(f"{path} is locked by another process; try again later")

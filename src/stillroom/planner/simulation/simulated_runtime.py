@@ -23,7 +23,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.planner.simulation.driving import drive
-from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, stepped
+from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, step_outcome
 from stillroom.runner.modelled_runner import ModelledRunner
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
@@ -128,21 +128,21 @@ class SimulatedRuntime(SteppedEngine):
                 documents = [one for one in event.reuse.segments if one.kind is SegmentKind.CHUNK]
                 self._found[0] += len(documents)
                 self._found[1] += sum(one.source is not None for one in documents)
-        return stepped(events)
+        return step_outcome(events)
 
     def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> SimulatedOutcome:
         """Submit prompts at their arrival times in seconds from now; None: each when the previous one is answered."""
         self._found = [0, 0]
         self._scheduler.seconds = []
         self._dues = [self.clock.now + due for due in dues or ()]
-        told = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
+        timings = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
         return SimulatedOutcome(
-            seconds=told["seconds"],
-            response_seconds=told["response_seconds"],
-            wall_seconds=told["wall_seconds"],
+            seconds=timings["seconds"],
+            response_seconds=timings["response_seconds"],
+            wall_seconds=timings["wall_seconds"],
             num_documents=self._found[0],
             num_hit_documents=self._found[1],
-            num_kept_tokens=sum(map(sum, told["cached"])),
+            num_kept_tokens=sum(map(sum, timings["cached"])),
             num_tokens=sum(len(part) for prompt in prompts for part in prompt),
             scheduling_seconds=self._scheduler.seconds,
         )

@@ -52,13 +52,13 @@ class SteppedEngine:
         self.engine.submit(request)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
-        return stepped(self.engine.step())
+        return step_outcome(self.engine.step())
 
     def do_idle_work(self) -> bool:
         return self.engine.do_idle_work()
 
 
-def stepped(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], list[int]]:
+def step_outcome(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], list[int]]:
     """Return the first tokens among the events, with the reused prompt tokens by tier, and the completed requests."""
     firsts = [
         (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in Tier])

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from stillroom.core.metadata import MAX_INTEGER, typed
+from stillroom.core.metadata import MAX_INTEGER, parse_scalar
 from stillroom.retrieval.filters.language import Value
 
 _TIME = re.compile(
@@ -45,13 +45,13 @@ def number_of(value: Value) -> int | float | None:
 
 def number_in(text: str) -> int | float | None:
     """Return a metadata text as a number, None if it is none."""
-    found = typed(text)
+    found = parse_scalar(text)
     return None if isinstance(found, (str, bool)) else found
 
 
 def truth_of(value: Value) -> bool | None:
     """Return an unquoted `true` or `false`, None for other values."""
-    found = None if value.is_quoted else typed(value.text)
+    found = None if value.is_quoted else parse_scalar(value.text)
     return found if isinstance(found, bool) else None
 
 

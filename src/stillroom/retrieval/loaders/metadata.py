@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from stillroom.core.metadata import Metadata, MetaValue, Scalar, clean_metadata, typed
+from stillroom.core.metadata import Metadata, MetaValue, Scalar, clean_metadata, parse_scalar
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.loaders.source import opened
 
@@ -61,7 +61,7 @@ def text_metadata(pairs: Iterable[tuple[str, str]]) -> Metadata:
     found: dict[str, list[Scalar]] = {}
     for name, text in pairs:
         if text.strip():
-            found.setdefault(name, []).append(typed(text))
+            found.setdefault(name, []).append(parse_scalar(text))
     return clean_metadata({name: values[0] if len(values) == 1 else values for name, values in found.items()})
 
 
