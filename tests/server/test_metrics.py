@@ -1,4 +1,4 @@
-"""What the metrics say after a few calls, and that the page lists them all."""
+"""Metrics after a few calls, and the page that lists them."""
 
 import re
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_answer_is_counted_in_every_metric() -> None:
     assert "stillroom_phase_seconds_sum{phase=load}" not in seen
 
 
-def test_times_that_did_not_happen_are_not_observed() -> None:
+def test_unmeasured_times_are_not_observed() -> None:
     metrics = Metrics()
 
     observe(metrics, num_generated_tokens=1)
@@ -77,7 +77,7 @@ def test_gauges_show_the_last_value() -> None:
     assert seen["stillroom_active_requests{state=running}"] == 5
 
 
-def test_documents_of_all_knowledge_bases_are_asked_for_when_somebody_looks() -> None:
+def test_documents_of_all_knowledge_bases_are_counted_at_render() -> None:
     metrics = Metrics()
     held = {"a": (1, 10)}
     metrics.watch_corpora("room", lambda: held)
@@ -95,7 +95,7 @@ def test_documents_of_all_knowledge_bases_are_asked_for_when_somebody_looks() ->
     assert samples(metrics)["stillroom_documents"] == 2
 
 
-def test_two_rooms_do_not_share_metrics() -> None:
+def test_two_registries_are_independent() -> None:
     first, second = Metrics(), Metrics()
 
     first.count_refused("rate")
@@ -103,7 +103,7 @@ def test_two_rooms_do_not_share_metrics() -> None:
     assert samples(second)["stillroom_refused_requests_total{reason=rate}"] == 0
 
 
-def test_what_alarms_look_at_is_there_before_the_first_failure() -> None:
+def test_series_of_alerts_exist_before_the_first_failure() -> None:
     metrics = Metrics()
     metrics.expect_http_requests(["/v1/search"])
 
@@ -162,5 +162,5 @@ def test_every_declared_metric_is_supplied_in_one_place() -> None:
             assert len(re.findall(rf"\bcatalogue\.{name}\b", source)) == 1, f"{name} has no source or several"
 
 
-def test_page_has_the_table() -> None:
-    assert reference() in PAGE.read_text(encoding="utf-8"), f"put this into docs/metrics.md:\n{reference()}"
+def test_metrics_page_has_the_reference_table() -> None:
+    assert reference() in PAGE.read_text(encoding="utf-8"), f"docs/metrics.md lacks this table:\n{reference()}"
