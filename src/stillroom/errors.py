@@ -1,38 +1,4 @@
-"""All exceptions. Catch `StillroomError` for everything except bugs of Stillroom.
-
-    StillroomError
-    |-- ConfigError                     a setting is unknown or impossible
-    |-- UsageError                      a call or request that can never work as written
-    |   |-- PromptTooLongError          the prompt and its answer do not fit the model
-    |   |-- UnknownDocumentError        no such document in the knowledge base
-    |   |-- UnknownRequestError         no such question in the request log
-    |   `-- FilterError                 a filter cannot be parsed, or names a field that no document has
-    |-- ModelError                      a checkpoint could not be used
-    |   |-- ModelNotFoundError          no such folder, hub name or file
-    |   `-- UnsupportedModelError       the checkpoint needs something that is not implemented
-    |-- KnowledgeBaseError              a knowledge base could not be used
-    |   |-- KnowledgeBaseNotFoundError  no knowledge base at that path
-    |   |-- IncompatibleKnowledgeBaseError  other format version, embedder or chunker
-    |   |-- CorruptKnowledgeBaseError   one of its files is damaged
-    |   |-- KnowledgeBaseBusyError      another process is writing to it
-    |   |-- ChangeCancelledError        an upload was cancelled before it was complete
-    |   |-- StorageError                its disk is full, failed or read-only
-    |   |-- IndexUnavailableError       the server of its dense index cannot be reached, or refuses
-    |   |-- EmptyKnowledgeBaseError     it holds no documents yet
-    |   `-- NothingFoundError           no document matches a question
-    |-- DocumentError                   one document could not be read; the others are processed
-    |   `-- ReaderUnavailableError      its reader could not run; adding it again can help
-    |-- EngineError                     generation failed
-    |   |-- EngineClosedError           the engine was shut down
-    |   |-- QueueFullError              too many requests are waiting
-    |   |-- EngineUnavailableError      the remote engine cannot be reached, or is full
-    |   |-- EngineRefusedError          the remote engine refuses the key, the model or the request
-    |   |-- RequestTimeoutError         the request took too long, twice
-    |   |   `-- DeadlineExceededError   its own deadline passed
-    |   |-- NonFiniteError              the model computed NaN or an infinity
-    |   |-- DeviceLostError             the device failed, and was not recovered for this request
-    |   `-- RequestAbortedError         the request was cancelled before it finished
-    `-- ServerError                     the HTTP server cannot listen
+"""All exceptions of Stillroom. Catch `StillroomError` for everything except bugs.
 
 A message says what is wrong and what to do. Asserts check invariants of Stillroom, not input of users.
 """

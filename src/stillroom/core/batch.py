@@ -104,7 +104,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step."""
+    """A step to compute."""
 
     sequences: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()

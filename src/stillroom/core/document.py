@@ -9,7 +9,7 @@ from stillroom.core.metadata import Metadata
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """A run of text that chunks avoid to split, and its place in the file."""
+    """A run of text, with its place in the file. Chunks are cut between paragraphs where possible."""
 
     text: str
     heading_path: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.005
 
 
 class FolderLock:
-    """The right to write to the folder of a lock file. Not thread-safe; may be released by another thread."""
+    """A write lock on the folder of a lock file. Not thread-safe; may be released by another thread."""
 
     def __init__(self, path: Path, timeout_s: float = 0.0) -> None:
         """

@@ -37,7 +37,6 @@ class IndexedHeap(Generic[T]):
         return self._sign * self._entries[self._places[item]][0]
 
     def push(self, item: T, key: float) -> None:
-        """Add a new item."""
         assert item not in self._places, f"{item!r} is in the heap already; update it"
         self._arrivals += 1
         self._entries.append((self._sign * key, self._arrivals, item))
@@ -69,7 +68,6 @@ class IndexedHeap(Generic[T]):
         self._settle(place, (self._sign * key, self._entries[place][1], item))
 
     def check_integrity(self) -> None:
-        """Assert the invariants."""
         assert len(self._places) == len(self._entries)
         for place, entry in enumerate(self._entries):
             assert self._places[entry[2]] == place, f"{entry[2]!r} is not where the map says"

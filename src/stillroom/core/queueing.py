@@ -29,7 +29,6 @@ class ServicePace:
         self._ends.append(now)
 
     def end(self, at: float) -> None:
-        """A request ended."""
         self._ends.append(at)
         self.seconds = self.seconds_at(at)
 

@@ -91,5 +91,5 @@ def _best_split(forecaster: Forecaster, name: str, budgets: Budgets, target: Tar
     """Forecast the best split of other budgets, from a coarser grid than the plan's."""
     splits = candidates(budgets, forecaster.list_bytes, forecaster, 4, 2)
     return Effect(
-        name, choose(simulate_splits(forecaster, splits, lambda: None), target.percent).forecast, "split anew"
+        name, choose(simulate_splits(forecaster, splits, lambda: None), target.percent).forecast, "split again"
     )

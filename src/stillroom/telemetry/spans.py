@@ -69,7 +69,6 @@ class Tracing:
     """Makes spans of requests. Thread-safe."""
 
     def __init__(self, provider: "TracerProvider") -> None:
-        """The caller shuts the provider down."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.tracer = provider.get_tracer("stillroom")
@@ -77,7 +76,6 @@ class Tracing:
 
     @contextmanager
     def request(self, name: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
-        """Span the block."""
         from opentelemetry.trace import SpanKind
 
         context = self._propagator.extract(headers)
