@@ -1,4 +1,4 @@
-"""The real embedder, loaded once, and small folders of documents."""
+"""Fixtures: the real embedder, loaded once, small folders of documents, and knowledge bases."""
 
 import contextlib
 import ctypes
@@ -21,7 +21,7 @@ KEYS = "# Key rotation\n\nRotate the keys of the vault every thirty days.\n"
 CATS = "# Cats\n\nCats sleep most of the day, and hunt at night.\n"
 BREAD = "# Bread\n\nBake the bread at two hundred degrees for forty minutes.\n"
 UNSHARED = StillroomConfig(embedder=EmbedderConfig(batch_size=8))
-"""Has an embedder of its own, not loaded yet."""
+"""Makes a knowledge base with its own embedder, not yet loaded."""
 
 MODES: tuple[SearchMode, ...] = ("hybrid", "dense", "sparse")
 
@@ -58,7 +58,7 @@ def make_file(docs: Path) -> MakeFile:
 
 @pytest.fixture
 def open_kb(tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenKb]:
-    """Opens knowledge bases in `tmp_path/kb` that share the loaded model, and closes them in the end."""
+    """Opens knowledge bases below `tmp_path` that share the loaded model; closes them at the end."""
     monkeypatch.setattr(knowledge_base, "Embedder", lambda config, _=None: _shared(config, embedder))
     opened: list[KnowledgeBase] = []
 
@@ -74,7 +74,7 @@ def open_kb(tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def refuse_to_embed(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From when it is called on, embedding a document fails the test."""
+    """After the returned function is called, embedding a document fails the test."""
 
     def refuse(texts: Sequence[str], *_: object) -> NoReturn:
         raise AssertionError(f"embedded again: {texts}")
@@ -88,7 +88,7 @@ def _shared(config: EmbedderConfig, embedder: Embedder) -> Embedder:
 
 @contextlib.contextmanager
 def as_anybody() -> Iterator[None]:
-    """Without root's right to read and enter everything, in this thread; nothing changes for other users."""
+    """Drop root's capability to access all files, in this thread; no effect for other users."""
     if os.geteuid():
         yield
         return

@@ -1,4 +1,4 @@
-"""Bounds on the chunks of one document, and cancelling an `add` or an upload between two pieces of its work."""
+"""The limit of chunks per document, and cancelling an `add` or an upload between two pieces of work."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def test_record_of_too_many_chunks_refuses_its_whole_file(open_kb: OpenKb, make_
 def test_document_far_too_large_is_refused_without_cutting(
     open_kb: OpenKb, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counting tokens takes seconds where cutting takes minutes."""
+    """Counting tokens takes seconds, cutting minutes."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("cut")
@@ -93,7 +93,7 @@ def test_large_document_is_embedded_in_pieces(
 
 
 class CancelsWith(Cancellation):
-    """Cancels itself with the n-th look."""
+    """Cancels itself at the n-th check."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class CancelsWith(Cancellation):
 def test_cancelled_upload_leaves_nothing_at_any_point(
     open_kb: OpenKb, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "_MAX_PENDING_DOCUMENTS", 2)  # so that records are committed before the file's end
+    monkeypatch.setattr(ingest, "_MAX_PENDING_DOCUMENTS", 2)  # records are committed before the end of the file
     kb = open_kb()
     uploads, at = Uploads(kb), 0
     text = LONG if name == "long.md" else RECORDS
@@ -136,6 +136,6 @@ def test_cancelled_update_keeps_the_old_document_and_file(open_kb: OpenKb) -> No
 
 
 def test_cancel_ends_the_wait_for_a_parsing_process(open_kb: OpenKb, make_file: MakeFile) -> None:
-    path = make_file("slow.md", "*a **b " * 60_000)  # over which the parser takes many seconds
+    path = make_file("slow.md", "*a **b " * 60_000)  # takes the parser many seconds
     with pytest.raises(ChangeCancelledError):
         open_kb(FEW).add([path], stop=CancelsWith(4))

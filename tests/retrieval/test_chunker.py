@@ -1,4 +1,4 @@
-"""No text is lost, no limit exceeded, no heading crossed."""
+"""Chunker: no text is lost, no limit exceeded, no chunk spans two headings."""
 
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_word_longer_than_a_chunk_is_cut(embedder: Embedder) -> None:
 
 
 class Longest:
-    """A tokenizer that remembers the longest text it was given."""
+    """A tokenizer that records the length of the longest text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

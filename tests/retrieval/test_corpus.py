@@ -1,4 +1,4 @@
-"""Transactions, generations and tombstones."""
+"""Corpus: transactions, generations and tombstones."""
 
 import contextlib
 import dataclasses
@@ -94,7 +94,7 @@ def test_moved_lines_raise_the_generation_without_index_changes(corpus: Corpus) 
     corpus.commit([stored("a", "one")])
     corpus.commit([dataclasses.replace(stored("a", "one", first_line=7), content_hash="the same, elsewhere")])
     assert corpus.chunks_of(DocumentId("a"))[0][0].start_line == 7
-    assert corpus.changes_since(1) == Changes(2, (), ()), "whoever keeps answers has to notice"
+    assert corpus.changes_since(1) == Changes(2, (), ()), "caches of answers must notice"
 
 
 def test_changed_metadata_raises_the_generation_without_index_changes(corpus: Corpus) -> None:
@@ -132,7 +132,7 @@ def test_failed_commit_changes_nothing(corpus: Corpus) -> None:
 
 
 def test_existing_does_not_wait_for_a_commit(corpus: Corpus) -> None:
-    """The engine asks between two steps of everybody."""
+    """The engine calls `existing` between two steps."""
     corpus.commit([stored("a", "one")])
     chunk = stored("a", "one").chunks[0].chunk_id
 
@@ -148,7 +148,7 @@ def test_existing_does_not_wait_for_a_commit(corpus: Corpus) -> None:
 
 
 def test_many_documents_are_removed_in_several_commits(corpus: Corpus) -> None:
-    """Others read in between, and every document goes as a whole."""
+    """Others read in between, and no document is removed in part."""
     documents = [stored(f"d{index}", "one", "two") for index in range(501)]
     corpus.commit(documents)
     assert corpus.remove([document.document_id for document in documents]) == 1002

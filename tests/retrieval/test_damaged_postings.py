@@ -1,4 +1,4 @@
-"""Postings that are damaged while a knowledge base is open: searches stay right, and the files are repaired."""
+"""Postings damaged while a knowledge base is open: searches stay correct, and the files are repaired."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Same corpus, configuration and seed: same digest and ranking, whatever the threads, the batches and reopening."""
+"""Digest: the same corpus, configuration and seed give the same digest and ranking with any threads and batches."""
 
 import dataclasses
 import itertools
@@ -94,7 +94,7 @@ def test_search_effort_does_not_change_the_digest(files: list[Path], open_kb: Op
 
 
 def test_location_of_lists_does_not_change_the_digest(make_file: MakeFile, docs: Path, open_kb: OpenKb) -> None:
-    """`index.hot_bytes` is nothing that a knowledge base is made with: not in manifest, digest or rankings."""
+    """`index.hot_bytes` is not in the manifest and changes neither digest nor rankings."""
     order = itertools.permutations(WORDS, 6)
     for at in range(100):
         make_file(f"{at:03}.txt", " ".join(next(order)))
@@ -122,7 +122,7 @@ def test_location_of_lists_does_not_change_the_digest(make_file: MakeFile, docs:
     middle = len(content) // 2  # among the vectors
     content[middle : middle + 9] = bytes(9)
     lists.write_bytes(content)
-    assert open_kb(tiered).digest() == seen[0][0], "damage where nobody has looked yet"
+    assert open_kb(tiered).digest() == seen[0][0], "damage in a part that was not read yet"
     removed = [str(docs / f"{at:03}.txt") for at in range(0, 40, 3)]
     open_kb(tiered).remove(removed)
     after = [(one.digest(), rankings(one)) for one in (open_kb(tiered), open_kb(in_ram))]

@@ -1,4 +1,4 @@
-"""The real model: meaning, order, precision, and what happens when it is not there."""
+"""Embedder with the real model: meaning, order, precision, and a missing model."""
 
 import subprocess
 import sys
@@ -54,9 +54,9 @@ def test_query_vector_is_cached(embedder: Embedder, monkeypatch: pytest.MonkeyPa
 
 
 def test_progress_is_reported_after_each_batch(embedder: Embedder) -> None:
-    told: list[int] = []
-    embedder.embed_documents(["text"] * 35, told.append)
-    assert sorted(told) == [3, 16, 16]
+    done: list[int] = []
+    embedder.embed_documents(["text"] * 35, done.append)
+    assert sorted(done) == [3, 16, 16]
 
 
 def test_threads_get_their_own_results(embedder: Embedder) -> None:

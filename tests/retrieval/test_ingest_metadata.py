@@ -1,4 +1,4 @@
-"""Metadata on its way into the knowledge base, and what a change of it costs: no embedding."""
+"""Metadata in `add`: given, from sidecars, changed without embedding again."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_removed_record_keeps_given_metadata_of_the_others(open_kb: OpenKb, make
     assert metadata(kb) == {"c.jsonl#a": {"team": "legal"}, "c.jsonl#b": {"team": "legal", "year": 1}}
     kb.remove([str(path)])
     kb.add([path])
-    assert metadata(kb)["c.jsonl#a"] == {}, "a forgotten file is forgotten with what was said of it"
+    assert metadata(kb)["c.jsonl#a"] == {}, "removing a file removes its given metadata"
 
 
 def test_reused_chunks_are_committed_as_often_as_embedded_ones(

@@ -1,4 +1,4 @@
-"""Files of an upload or a removal that was killed: listed as not indexed, deletable, completed where they can be."""
+"""Killed uploads and removals: their files are listed as not indexed, can be deleted, and are completed."""
 
 import io
 import os
@@ -28,11 +28,11 @@ def die(*_, **__):
 kb = KnowledgeBase.open(Path(sys.argv[1]), StillroomConfig())
 uploads = Uploads(kb)
 if sys.argv[2] == "upload":
-    kb.add = die  # every file has its place, and none is indexed
+    kb.add = die  # every file is in place, none is indexed
     files = [("new.md", b"new words"), ("known.md", b"other words"), ("bad.txt", b"\\0")]
     uploads.add([(name, io.BytesIO(text)) for name, text in files], metadata={"team": "legal"})
 else:
-    Path.unlink = die  # the documents are gone, and the file is not
+    Path.unlink = die  # the documents are removed, the file is not
     uploads.remove("known.md")
 """
 
@@ -64,13 +64,13 @@ def test_killed_upload_is_listed_and_completed(kb: KnowledgeBase) -> None:
     stop.cancel()
     with pytest.raises(ChangeCancelledError):
         uploads.complete(stop)
-    assert lone(uploads) == ["uploads/bad.txt", "uploads/new.md"], "the next start does it"
+    assert lone(uploads) == ["uploads/bad.txt", "uploads/new.md"], "completed at the next start"
     assert uploads.complete() == 2
     assert lone(uploads) == ["uploads/bad.txt"], "it cannot be read"
-    assert not uploads.are_incomplete, "and is not tried at every start"
+    assert not uploads.are_incomplete, "it is not tried again"
     infos = {str(info.document_id): info for info in kb.documents()}
     assert [chunk.text for chunk in kb.chunks_of(infos["uploads/known.md"].document_id)] == ["other words"]
-    assert {info.metadata.get("team") for info in infos.values()} == {"legal"}, "what was said with the upload holds"
+    assert {info.metadata.get("team") for info in infos.values()} == {"legal"}, "the given metadata is kept"
 
 
 def test_unindexed_files_can_be_deleted(kb: KnowledgeBase) -> None:

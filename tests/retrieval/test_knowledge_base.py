@@ -1,4 +1,4 @@
-"""Documents in, answers to searches out; edits, removals and interruptions."""
+"""KnowledgeBase: adding, searching, editing, removing and interrupting."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A knowledge base of an earlier format becomes one of this when it is opened, and nobody ever sees half of that."""
+"""Upgrading a knowledge base of an earlier format on opening, in one transaction."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ Corpus(Path(sys.argv[1]))
 
 
 def make_old(folder: Path) -> None:
-    """Take from a knowledge base what format 1 did not have."""
+    """Downgrade a knowledge base to format 1."""
     database = sqlite3.connect(folder / "corpus.sqlite3")
     with database:
         database.execute("DROP TABLE commits")

@@ -1,4 +1,4 @@
-"""A knowledge base that is moved or copied keeps its uploads; one of an earlier version learns to."""
+"""Moved and copied knowledge bases keep their uploads, after an upgrade also those of earlier versions."""
 
 import io
 import sqlite3
@@ -20,7 +20,7 @@ def upload(uploads: Uploads, **texts: str) -> None:
 
 
 def with_absolute_names(folder: Path, place: Path) -> None:
-    """As version 3 left a knowledge base that lay at `place`."""
+    """Downgrade a knowledge base at `place` to version 3."""
     database = sqlite3.connect(folder / "corpus.sqlite3")
     with database:
         for table, column in (("documents", "document_id"), ("documents", "path"), ("chunks", "document_id")):
@@ -79,7 +79,7 @@ def test_uploads_with_absolute_names_are_renamed_on_opening(
 
 
 def test_files_outside_uploads_keep_their_names(tmp_path: Path) -> None:
-    """Only what is the same upload at another place of the knowledge base is taken for one."""
+    """Only uploads of this knowledge base at a former location are renamed."""
     (tmp_path / "kb/uploads").mkdir(parents=True)
     (tmp_path / "kb/uploads/a.md").write_text("four")
     (tmp_path / "there/uploads").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A knowledge base that is opened again: whole, damaged, of another making, and by several at once."""
+"""Opening a knowledge base again: whole, damaged, with other settings, by several processes."""
 
 import dataclasses
 import json
@@ -63,10 +63,10 @@ def test_ignored_settings_are_logged(open_kb: OpenKb, three: Path, caplog: pytes
     open_kb(made).add([three])
     open_kb(made)
     open_kb(StillroomConfig(index=IndexConfig(ef_search=500, hot_bytes=1000, ann_recall=0.9)))
-    assert not caplog.messages, "nothing was set that was fixed"
+    assert not caplog.messages, "no ignored setting was set"
     open_kb(StillroomConfig(index=IndexConfig(kind="ivf_pq", m=8), chunker=ChunkerConfig(max_tokens=50)))
-    [said] = caplog.messages
-    assert "chunker.max_tokens is 200, not 50, index.kind is 'hnsw', not 'ivf_pq'; to change them" in said
+    [message] = caplog.messages
+    assert "chunker.max_tokens is 200, not 50, index.kind is 'hnsw', not 'ivf_pq'; to change them" in message
 
 
 def test_other_embedder_is_refused_unless_its_files_are_equal(open_kb: OpenKb, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_lost_or_damaged_indexes_are_rebuilt_without_embedding(
     again = open_kb(config)
     assert again.search("rotate the keys").results == expected
     assert len(spy.texts) == 3
-    assert dense.exists() and (sparse / "meta.json").exists(), "and the files are there for who comes next"
+    assert dense.exists() and (sparse / "meta.json").exists(), "the files are written for the next process"
 
 
 def test_missing_corpus_is_an_error(open_kb: OpenKb, three: Path, tmp_path: Path) -> None:
@@ -238,15 +238,15 @@ def test_refused_writer_is_told_the_holder_and_stale_notes_are_ignored(open_kb: 
     writer, other = open_kb(), open_kb()
     (writer.path / "writer.json").write_text('{"pid": 1, "host": "gone", "what": "add", "since": 0}')
     (writer.path / ".dense.npz.1.tmp").write_bytes(b"half of a file, of a process that was killed")
-    said: list[str] = []
+    messages: list[str] = []
 
     def write_too(_: AddProgress) -> None:
         with pytest.raises(KnowledgeBaseBusyError) as refused:
             other.remove([str(three)])
-        said.append(str(refused.value))
+        messages.append(str(refused.value))
 
     writer.add([three], progress=write_too)
-    assert all(f"process {os.getpid()} on " in one and "(add, since " in one for one in said)
+    assert all(f"process {os.getpid()} on " in message and "(add, since " in message for message in messages)
     assert not (writer.path / "writer.json").exists() and not (writer.path / ".dense.npz.1.tmp").exists()
 
 
@@ -300,8 +300,8 @@ def test_postings_of_a_killed_add_reach_an_open_reader(
         kb.add([three / "cats.md"])
         clock.advance(60)
         with FileLock(kb.path / "write.lock"):
-            assert reader.search("cats", mode="sparse").results == (), "whoever writes will do it"
-        assert reader.search("cats", mode="sparse").results == (), "not at every search"
+            assert reader.search("cats", mode="sparse").results == (), "the writer will do it"
+        assert reader.search("cats", mode="sparse").results == (), "the check does not run at every search"
         clock.advance(60)
         assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
 
@@ -313,7 +313,7 @@ def test_reader_keeps_its_postings_while_a_writer_rebuilds_them(open_kb: OpenKb,
     shutil.rmtree(kb.path / "sparse")
     assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
     kb.add([three])
-    assert (kb.path / "sparse" / "meta.json").exists(), "who writes looks at the disk"
+    assert (kb.path / "sparse" / "meta.json").exists(), "a writer reads the disk"
     assert first_name(reader.search("cats", mode="sparse")) == "cats.md"
 
 

@@ -1,4 +1,4 @@
-"""A knowledge base is its owner's alone, whatever the umask, and what others could read is closed on opening."""
+"""Files of a knowledge base are private to the owner with any umask; opening removes permissions of others."""
 
 import contextlib
 import io
@@ -39,7 +39,7 @@ def modes(folder: Path) -> dict[int, set[int]]:
 
 
 def fill(kb: KnowledgeBase, three: Path) -> None:
-    """Everything that a server writes into the folder."""
+    """Write everything that a server writes into the folder."""
     kb.add([three])
     Uploads(kb).add([("notes/a.md", io.BytesIO(b"# A vault\n\nThe vault has four keys.\n"))])
     kb.search("vault")

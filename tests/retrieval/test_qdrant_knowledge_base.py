@@ -40,7 +40,7 @@ def shown(result: SearchResult) -> list[tuple[str, Any]]:
     return [(scored.chunk.text, pytest.approx(scored.score, abs=1e-5)) for scored in result.results]
 
 
-def test_answers_are_those_of_a_flat_index(open_kb: OpenKb, three: Path) -> None:
+def test_qdrant_answers_equal_those_of_a_flat_index(open_kb: OpenKb, three: Path) -> None:
     kb, flat = open_kb(CONFIG), open_kb(name="flat")
     for one in (kb, flat):
         one.add([three])
@@ -59,7 +59,7 @@ def test_answers_are_those_of_a_flat_index(open_kb: OpenKb, three: Path) -> None
     assert shown(again.search("who sleeps?")) == shown(flat.search("who sleeps?"))
 
 
-def test_a_collection_that_was_lost_is_made_again_by_the_first_search(
+def test_lost_collection_is_rebuilt_by_the_first_search(
     open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kb = open_kb(CONFIG)
@@ -74,7 +74,7 @@ def test_a_collection_that_was_lost_is_made_again_by_the_first_search(
     assert not again.indexes.needs_write()
 
 
-def test_the_collection_stays_close_behind_a_long_add(
+def test_collection_is_written_during_a_long_add(
     open_kb: OpenKb, docs: Path, make_file: MakeFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 1)
@@ -163,7 +163,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return runner(capfd)
 
 
-def test_commands_from_add_to_ask(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_work_with_a_collection(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STILLROOM_INDEX__KIND", "qdrant")
     monkeypatch.setenv("STILLROOM_QDRANT__URL", "embedded")
@@ -182,7 +182,7 @@ def test_commands_from_add_to_ask(run: Run, tmp_path: Path, monkeypatch: pytest.
     assert nowhere.code == 2 and "needs qdrant.url" in nowhere.err
 
 
-def test_the_knowledge_base_is_closed_with_its_collection(open_kb: OpenKb, three: Path) -> None:
+def test_close_closes_the_collection(open_kb: OpenKb, three: Path) -> None:
     with KnowledgeBase.open(open_kb(CONFIG).path, CONFIG) as kb:
         kb.add([three])
     with KnowledgeBase.open(kb.path, CONFIG) as again:

@@ -1,4 +1,4 @@
-"""A knowledge base where nobody may write, such as a mounted image: searched as it is, and followed if it changes."""
+"""A knowledge base in a read-only folder, such as a mounted image: searched without writing; changes are seen."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from tests.retrieval.test_corpus import stored
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[Path]:
-    """Where a folder can be read and not written: mounted once more, as a right to write is nothing that root lacks."""
+    """Mount a folder read-only at another path; permissions alone would not stop root."""
     if os.geteuid():
         folder.chmod(0o555)
         try:
@@ -131,10 +131,10 @@ def test_postings_are_made_elsewhere_while_the_disk_is_full(
 
 
 def warnings_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said from now on of a folder that cannot be written."""
-    said: list[str] = []
-    monkeypatch.setattr(repairing.logger, "warning", lambda text, *values: said.append(text % values))
-    return said
+    """Collect the warnings about folders that cannot be written."""
+    warnings: list[str] = []
+    monkeypatch.setattr(repairing.logger, "warning", lambda text, *values: warnings.append(text % values))
+    return warnings
 
 
 def test_read_only_reader_sees_changes_of_others(open_kb: OpenKb, docs: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A knowledge base whose folder is removed or replaced while it is open: nothing of the old one reaches the new one."""
+"""A folder removed or replaced while its knowledge base is open: no data of the old one reaches the new one."""
 
 import io
 import shutil
@@ -74,7 +74,7 @@ def test_folder_removed_during_an_add_stops_it_and_keeps_the_new_writers_note(
 
 
 def test_closing_a_replaced_corpus_keeps_the_log_of_the_new_one(tmp_path: Path) -> None:
-    """SQLite deletes the log by its name when the last connection closes, unless the file of that name is another."""
+    """SQLite deletes the log by name when the last connection closes, unless the database file was replaced."""
     path = tmp_path / CORPUS
     old = Corpus(path)
     old.commit([stored("a", "one")])

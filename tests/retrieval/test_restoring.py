@@ -1,4 +1,4 @@
-"""A backup is put over a knowledge base: no index of commits that were undone is believed, however many came since."""
+"""Restoring a backup: indexes of undone commits are rebuilt, whatever the number of commits since."""
 
 import contextlib
 import shutil
@@ -18,7 +18,7 @@ KINDS = {"flat": IndexConfig(kind="flat"), "tiered": TIERED, "qdrant": IndexConf
 
 
 class Place:
-    """A corpus with its indexes, as one process after the other finds them."""
+    """A corpus and its indexes, opened again for each step."""
 
     def __init__(self, folder: Path, config: IndexConfig) -> None:
         self._folder, self._config = folder, config
@@ -33,7 +33,7 @@ class Place:
                 yield corpus, indexes
 
     def add(self, *names: str, is_killed: bool = False) -> None:
-        """One commit for each; killed before anything else is written."""
+        """Commit each document, then stop as if killed before the indexes are written."""
         with self.opened() as (corpus, indexes):
             for number, name in enumerate(names):
                 corpus.commit([document(name, self._num_chunks, number)])
@@ -47,7 +47,7 @@ class Place:
         shutil.copy(self._folder / name, self._corpus_path)
 
     def check(self) -> None:
-        """Indexes show what there is, before and after they are written."""
+        """Check that the indexes match the corpus, before and after they are written."""
         with self.opened() as (corpus, indexes):
             expected = sorted(corpus.changes_since(0).added)
             for _ in range(2):

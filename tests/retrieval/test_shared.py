@@ -1,4 +1,4 @@
-"""Real documents, where they are."""
+"""Tests with the shared real documents, if present."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Bytes under a name: kept below one folder, all or nothing, whatever the name tries."""
+"""Uploads: stored below one folder, all or nothing, with any name."""
 
 import errno
 import io
@@ -35,9 +35,9 @@ def uploads(kb: KnowledgeBase) -> Uploads:
 
 
 def add(uploads: Uploads, **files: str | bytes) -> list[UploadResult]:
-    """Names with `__` for a slash and `_` for a dot."""
+    """Upload files; `__` in a name stands for a slash and `_` for a dot."""
     named = ((name.replace("__", "/").replace("_", "."), content) for name, content in files.items())
-    return uploads.add((name, io.BytesIO(said.encode() if isinstance(said, str) else said)) for name, said in named)
+    return uploads.add((name, io.BytesIO(text.encode() if isinstance(text, str) else text)) for name, text in named)
 
 
 def kept(kb: KnowledgeBase) -> dict[str, bytes]:
@@ -136,7 +136,7 @@ def test_refused_upload_never_replaces_a_file_being_read(
     documents: list[Document] = []
 
     def after_another(path: Path, config: DocumentsConfig) -> Iterator[Document]:
-        """This one is read while the other one is being refused."""
+        """Read this file while the other upload is refused."""
 
         def read(_: WriteLock) -> str:
             documents.extend(load(path, config))
@@ -191,7 +191,7 @@ def test_files_and_index_agree_after_a_failed_upload(
 
 
 def test_repeated_upload_indexes_a_file_left_by_a_killed_one(kb: KnowledgeBase, uploads: Uploads) -> None:
-    """As a killed upload leaves it."""
+    """The state after a killed upload."""
     (kb.path / UPLOADS).mkdir()
     (kb.path / UPLOADS / "a.txt").write_text("one")
 
@@ -380,10 +380,10 @@ def test_verify_finds_unindexed_and_changed_uploads(kb: KnowledgeBase, uploads: 
     records = '{"_id": "1", "text": "one"}\n{"_id": "2", "text": "two"}\n'
     [_, _, of_records] = add(uploads, a_txt="as indexed", b_txt="before", c_jsonl=records)
     uploads.remove(of_records.documents[0].document_id)
-    for name, said in {".incoming/x/y": "half", "b.txt": "after", "sub/e.txt": "never indexed"}.items():
+    for name, text in {".incoming/x/y": "half", "b.txt": "after", "sub/e.txt": "never indexed"}.items():
         path = kb.path / UPLOADS / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(said)
+        path.write_text(text)
 
     for repair in (False, True):
         unknown, changed = kb.verify(repair=repair).findings

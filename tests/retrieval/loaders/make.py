@@ -1,4 +1,4 @@
-"""Small real files, written by the libraries that write such files."""
+"""Makes small real files with the libraries of their formats."""
 
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence

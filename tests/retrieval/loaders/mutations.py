@@ -1,4 +1,4 @@
-"""Files that nobody would write: valid ones with a few bytes changed, inside archives too, and texts of odd tokens."""
+"""Malformed input: valid files with a few bytes changed, also inside archives, and texts of odd tokens."""
 
 import random
 import zipfile

@@ -1,4 +1,4 @@
-"""Bytes to text: byte order marks, what a file declares, what it looks like; and files that are none."""
+"""Decoding text: byte order marks, declared and guessed encodings; files that are not text."""
 
 import os
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
 def test_limit_errors_name_the_setting_and_the_remedy(tmp_path: Path) -> None:
     text, lines = tmp_path / "big.txt", tmp_path / "big.jsonl"
     with text.open("wb") as stream:
-        stream.truncate(200 << 20)  # sparse: 200 MB that nobody wrote
+        stream.truncate(200 << 20)  # sparse: 200 MB of holes
     with pytest.raises(DocumentError, match=r"documents\.max_file_bytes \(100 MiB\); split it or raise"):
         list(load(text, DocumentsConfig(max_file_bytes=100 << 20)))
     text.write_text("word " * 1000)
@@ -95,7 +95,7 @@ def test_limit_errors_name_the_setting_and_the_remedy(tmp_path: Path) -> None:
 def test_few_bad_bytes_do_not_change_the_encoding() -> None:
     spoiled = f"{GERMAN} {RUSSIAN} ".encode() + b"\xff" + GREEK.encode()[:-2]
     assert decode(spoiled, "a.txt") == f"{GERMAN} {RUSSIAN} \ufffd{GREEK[:-2]}\ufffd"
-    for said in (b"\xef\xbb\xbf", b'<meta charset="utf-8">', b'<?xml encoding="UTF8"?>'):
-        text = decode(said + "\u20ac ".encode() + b"\xff", "a.html")
+    for mark in (b"\xef\xbb\xbf", b'<meta charset="utf-8">', b'<?xml encoding="UTF8"?>'):
+        text = decode(mark + "\u20ac ".encode() + b"\xff", "a.html")
         assert text.endswith("\u20ac \ufffd"), "where it says so, one good character for each bad one will do"
     assert decode("\u20ac ".encode() + b"\xff", "a.txt") != "\u20ac \ufffd"

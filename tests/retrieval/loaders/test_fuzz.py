@@ -1,4 +1,4 @@
-"""Loaders over what nobody would write. Each finding is a case below."""
+"""Loaders on malformed input. Each fault found is a case below."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What is made of one file is bounded while it is made, whatever its format repeats."""
+"""Limits on the paragraphs and text made of one file, checked while they are made."""
 
 import json
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def test_jsonl_records_have_the_same_limits(tmp_path: Path) -> None:
 
 
 def test_wide_table_stops_at_the_row_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60,000 names before the cells of every row: the reader stops with the row that is too much."""
+    """60,000 column names label every row: the loader stops at the row beyond the limit."""
     made: list[Any] = []
     labelled = table.labelled
 

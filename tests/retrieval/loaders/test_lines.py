@@ -1,4 +1,4 @@
-"""Whatever a document is made of: the lines that a paragraph is said to stand on are those of its words."""
+"""Line numbers of paragraphs are those of their words in the file, for random documents."""
 
 import itertools
 import re

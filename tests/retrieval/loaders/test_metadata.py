@@ -1,4 +1,4 @@
-"""What files say about themselves, and what lies beside them."""
+"""Metadata of documents, sidecars and callers."""
 
 import json
 from pathlib import Path

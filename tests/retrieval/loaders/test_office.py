@@ -192,9 +192,9 @@ def test_wrong_sheet_dimensions_are_ignored() -> None:
     data = workbook({"Keys": [["cellar", 30]]})
     name = "xl/worksheets/sheet1.xml"
     text = zipfile.ZipFile(BytesIO(data)).read(name).decode()
-    said = re.search(r'<dimension ref="[^"]*"\s*/>', text)
-    assert said is not None
-    document = parsed("a.xlsx", edited(data, name, {said.group(): '<dimension ref="A1:XFD1048576"/>'}))
+    dimension = re.search(r'<dimension ref="[^"]*"\s*/>', text)
+    assert dimension is not None
+    document = parsed("a.xlsx", edited(data, name, {dimension.group(): '<dimension ref="A1:XFD1048576"/>'}))
     assert says(document) == [(("Keys",), "cellar | 30")]
 
 

@@ -1,4 +1,4 @@
-"""PDF: order, paragraphs, headings by bookmark and by size, pages, and what cannot be read."""
+"""PDF: order, paragraphs, headings by bookmark and by size, pages, and unreadable files."""
 
 import pytest
 
