@@ -18,7 +18,7 @@ from stillroom.server.run import HttpServer
 from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
-from tests.server.test_leaving import streaming
+from tests.server.test_disconnects import streaming
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -175,7 +175,7 @@ def test_url_can_be_used_by_local_clients(host: str, shown: str) -> None:
 def test_serving_other_machines_without_keys_prints_a_warning(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
+    monkeypatch.setattr(HttpServer, "run", lambda _, load, *__: load(Loading()))
 
     assert "no key is asked for" in run("serve", "--host", "0.0.0.0", "--port", "0", "--insecure").err
     assert "no key is asked for" not in run("serve", "--host", "127.0.0.1", "--port", "0").err
@@ -185,7 +185,7 @@ def test_serve_creates_a_missing_knowledge_base(
     run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new container has no knowledge base."""
-    monkeypatch.setattr(HttpServer, "run_loading", lambda _, load, *__: load(Loading()))
+    monkeypatch.setattr(HttpServer, "run", lambda _, load, *__: load(Loading()))
     monkeypatch.setattr(FakeStillroom, "num_documents", 0)
 
     found = run("serve", "--kb", "new", "--port", "0")
@@ -207,7 +207,8 @@ def test_stop_before_run_makes_run_return_at_once() -> None:
 
     server = HttpServer("127.0.0.1", 0)
     server.stop()
-    thread = threading.Thread(target=server.run, args=(create_app(as_stillroom(FakeStillroom())), lambda: None))
+    app = create_app(as_stillroom(FakeStillroom()))
+    thread = threading.Thread(target=server.run, args=(lambda _: app, lambda: None))
     thread.start()
     thread.join(20)
     assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""A fake room behind a real server."""
+"""Fixtures: a fake Stillroom behind a real server."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def stillroom() -> FakeStillroom:
 
 @pytest.fixture(scope="session")
 def any_client() -> Iterator[httpx.Client]:
-    """For requests that leave nothing behind: one server for all of them."""
+    """A client of a shared server, for requests that change nothing."""
     with serving(as_stillroom(FakeStillroom())) as url, httpx.Client(base_url=url, timeout=20) as client:
         yield client
 

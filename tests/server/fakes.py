@@ -1,7 +1,6 @@
-"""A `Stillroom` without models or indexes: same methods, answers known in advance. For the faces' own tests.
+"""A `Stillroom` without models or indexes, for tests of the server and the commands.
 
-An answer is the question's words, one token each, so a test can say what must come out. `gate` holds streams back
-until a test lets them go on.
+An answer is the question's words, one token each. Streams wait while `gate` is not set.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ DIMENSION = 4
 
 
 class FakeStream:
-    """Both kinds of stream: iterate with `for` or with `async for`."""
+    """A stream of an answer, to iterate with `for` or `async for`."""
 
     def __init__(
         self, stillroom: "FakeStillroom", question: str, options: AskOptions, sources: tuple[Source, ...]
@@ -121,7 +120,7 @@ class FakeStream:
 
 
 class FakeUploads:
-    """Texts under names that begin with `uploads/`."""
+    """Uploads, kept as texts under names that begin with `uploads/`."""
 
     def __init__(self, stillroom: "FakeStillroom") -> None:
         self._stillroom = stillroom
@@ -147,7 +146,7 @@ class FakeUploads:
 
 
 class FakeStillroom:
-    """The facade's contract over a dictionary of texts."""
+    """Implements the facade with a dictionary of texts."""
 
     def __init__(self, texts: dict[str, str] | None = None, config: StillroomConfig | None = None) -> None:
         self.config = config or StillroomConfig()
@@ -173,7 +172,7 @@ class FakeStillroom:
     def hide_folders(self) -> None:
         pass
 
-    # what the streams use
+    # used by the streams
 
     def next_number(self) -> int:
         with self._lock:
@@ -313,7 +312,7 @@ class FakeStillroom:
 
 
 def as_stillroom(fake: FakeStillroom) -> Any:
-    """The fake where a `Stillroom` is asked for; the types differ by name only."""
+    """Return the fake as the type that `Stillroom` parameters accept."""
     return fake
 
 
@@ -322,7 +321,7 @@ def until(holds: Callable[[], bool], deadline_s: float = 20.0) -> None:
     end = time.monotonic() + deadline_s
     pause = threading.Event()
     while not holds():
-        assert time.monotonic() < end, "the condition did not come true in time"
+        assert time.monotonic() < end, "the condition did not become true in time"
         pause.wait(0.005)
 
 

@@ -1,4 +1,4 @@
-"""A real uvicorn server on a free port, in a thread, for as long as a `with` block lasts."""
+"""Runs a real server on a free port, in a thread, during a `with` block."""
 
 import json
 import threading
@@ -19,10 +19,11 @@ QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 
 @contextmanager
 def running(stillroom: "Stillroom", **options: Any) -> Iterator[HttpServer]:
-    """The server, which a test may stop itself. The room stays open. Options are those of `create_app`."""
+    """Yield a running server, which the test may stop. `stillroom` stays open. Options are those of `create_app`."""
     server = HttpServer("127.0.0.1", 0)
     ready = threading.Event()
-    arguments = (create_app(stillroom, **options), ready.set, stillroom.config.server)
+    app = create_app(stillroom, **options)
+    arguments = (lambda _: app, ready.set, stillroom.config.server)
     thread = threading.Thread(target=server.run, args=arguments, name="test-server")
     thread.start()
     try:
@@ -36,13 +37,13 @@ def running(stillroom: "Stillroom", **options: Any) -> Iterator[HttpServer]:
 
 @contextmanager
 def serving(stillroom: "Stillroom", **options: Any) -> Iterator[str]:
-    """The server's address."""
+    """Yield the address of a running server."""
     with running(stillroom, **options) as server:
         yield server.url
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The data of a response's server-sent events."""
+    """Return the data of a response's server-sent events."""
     lines = [line for line in response.text.split("\n") if line]
     assert all(line.startswith("data: ") for line in lines)
     payloads = [line.removeprefix("data: ") for line in lines]

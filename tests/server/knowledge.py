@@ -1,4 +1,4 @@
-"""A few sentences in the language of the bundled model, which knows its words and no others."""
+"""A few documents in the vocabulary of the bundled model."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ ANSWER = "Yunder Bank"
 
 
 def write_knowledge(folder: Path) -> Path:
-    """A folder of documents."""
+    """Write a folder of documents."""
     folder.mkdir()
     (folder / "people.md").write_text(PEOPLE, encoding="utf-8")
     (folder / "notes.txt").write_text("Yunder Bank was founded in the year 1720 .\n", encoding="utf-8")

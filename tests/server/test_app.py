@@ -1,4 +1,6 @@
-"""Health and metrics, over a real server and a fake room."""
+"""Health and metrics of a real server with a fake Stillroom."""
+
+import dataclasses
 
 import httpx
 import pytest
@@ -22,6 +24,10 @@ def test_health_shows_the_tiers_of_an_index(client: httpx.Client, stillroom: Fak
     stillroom.list_figures = ListFigures(10, 3, 0, 100, 70, 30, 0, 0, 0, 0, 0.0, 0)
     assert client.get("/healthz").json()["index_lists"] == {"host": 3, "total": 10}
 
+    on_devices = dataclasses.replace(stillroom.list_figures, num_lists_on_devices=2)
+    stillroom.list_figures = on_devices
+    assert client.get("/healthz").json()["index_lists"] == {"device": 2, "ram": 3, "total": 10}
+
 
 def test_metrics_count_routes_by_template(client: httpx.Client) -> None:
     client.get("/v1/models/fake-model")
@@ -37,13 +43,13 @@ def test_metrics_count_routes_by_template(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
-def test_probes_may_ask_for_the_head_only(client: httpx.Client, path: str) -> None:
+def test_probes_may_use_head(client: httpx.Client, path: str) -> None:
     probe = client.head(path)
     assert (probe.status_code, probe.content) == (200, b"")
     assert client.put(path).headers["allow"] == "GET, HEAD"
 
 
-def test_a_part_that_cannot_serve_makes_the_server_not_ready(stillroom: FakeStillroom) -> None:
+def test_failed_check_makes_the_server_not_ready(stillroom: FakeStillroom) -> None:
     app = create_app(as_stillroom(stillroom))
     problems = ["the device is lost", None]
     app.state.readiness.add("device", lambda: problems[0])

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`, over a real server and a fake room."""
+"""`/v1/chat/completions` of a real server with a fake Stillroom."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.server.fakes import NUM_BLOCKS, FakeStillroom, until
 from tests.server.harness import QUESTION, events
 
 
-def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_answer_has_openais_fields_and_the_extension(client: httpx.Client, stillroom: FakeStillroom) -> None:
     response = client.post("/v1/chat/completions", json=QUESTION)
 
     assert response.status_code == 200
@@ -40,7 +40,7 @@ def test_answer_has_the_usual_fields_and_ours(client: httpx.Client, stillroom: F
     assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
-def test_options_of_the_request_reach_the_room(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_options_of_the_request_reach_the_stillroom(client: httpx.Client, stillroom: FakeStillroom) -> None:
     client.post(
         "/v1/chat/completions",
         json=QUESTION
@@ -77,16 +77,14 @@ def test_options_of_the_request_reach_the_room(client: httpx.Client, stillroom: 
     assert (options.logit_bias, options.stop, options.logprobs) == ({5: -100}, ["\n", "END"], 2)
 
 
-def test_what_the_request_leaves_out_is_left_to_the_configuration(
-    client: httpx.Client, stillroom: FakeStillroom
-) -> None:
+def test_absent_options_come_from_the_configuration(client: httpx.Client, stillroom: FakeStillroom) -> None:
     client.post("/v1/chat/completions", json=QUESTION | {"temperature": None})
 
     [(_, options)] = stillroom.asked
     assert (options.max_tokens, options.temperature, options.top_p, options.seed) == (None,) * 4
 
 
-def test_question_is_the_last_message_of_the_user(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_question_is_the_last_user_message(client: httpx.Client, stillroom: FakeStillroom) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "first"},
@@ -127,7 +125,7 @@ def test_stream_with_usage_ends_with_a_chunk_without_choices(client: httpx.Clien
     assert usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 40}
 
 
-def test_log_probabilities_in_openais_form(client: httpx.Client) -> None:
+def test_log_probabilities_have_openais_form(client: httpx.Client) -> None:
     request = QUESTION | {"logprobs": True, "top_logprobs": 2, "max_tokens": 2}
 
     whole = client.post("/v1/chat/completions", json=request).json()
@@ -168,7 +166,7 @@ def test_response_formats(
     assert stillroom.asked[0][1].json_schema == schema
 
 
-def test_alternatives_without_log_probabilities_are_a_contradiction(client: httpx.Client) -> None:
+def test_top_logprobs_needs_logprobs(client: httpx.Client) -> None:
     response = client.post("/v1/chat/completions", json=QUESTION | {"top_logprobs": 2})
 
     assert response.status_code == 400
@@ -224,13 +222,13 @@ def test_failure_in_the_middle_of_a_stream_is_an_error_event(client: httpx.Clien
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_question_that_finds_nothing_is_404_and_not_an_answer(any_client: httpx.Client, is_streamed: bool) -> None:
+def test_question_without_documents_is_404(any_client: httpx.Client, is_streamed: bool) -> None:
     change = {"stream": is_streamed, "stillroom": {"where": "team = nothing"}}
     response = any_client.post("/v1/chat/completions", json=QUESTION | change)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "nothing_found")
 
 
-def test_minus_one_as_clients_of_other_servers_send_it_is_taken(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_minus_one_is_valid_for_limits_and_seed_over_http(client: httpx.Client, stillroom: FakeStillroom) -> None:
     change = {"max_tokens": -1, "top_k": -1, "seed": -1}
     assert client.post("/v1/chat/completions", json=QUESTION | change).status_code == 200
     options = stillroom.asked[-1][1]
@@ -266,7 +264,7 @@ def test_minus_one_as_clients_of_other_servers_send_it_is_taken(client: httpx.Cl
         ({"stillroom": {"topk": 3}}, "stillroom.topk"),
     ],
 )
-def test_impossible_request_is_400_and_names_the_field(
+def test_invalid_request_is_400_and_names_the_field(
     any_client: httpx.Client, change: dict[str, Any], param: str
 ) -> None:
     response = any_client.post("/v1/chat/completions", json=QUESTION | change)
@@ -292,7 +290,7 @@ def test_messages_without_a_question_are_400(any_client: httpx.Client, messages:
     assert "no question" in response.json()["error"]["message"]
 
 
-def test_an_image_is_refused_in_words(any_client: httpx.Client) -> None:
+def test_images_are_refused_with_a_clear_message(any_client: httpx.Client) -> None:
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     response = any_client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
 

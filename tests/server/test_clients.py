@@ -1,4 +1,4 @@
-"""LangChain and LlamaIndex, as their users run them, against a real server. Skipped where they are not installed:
+"""LangChain and LlamaIndex against a real server. Skipped if they are not installed:
 `pip install 'stillroom[clients]'`.
 """
 
@@ -12,7 +12,7 @@ from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 
 QUESTION = "How do I rotate keys?"
-pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, not ours
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of these libraries
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def url(stillroom: FakeStillroom) -> Iterator[str]:
         yield address
 
 
-def test_langchain_asks_streams_and_goes_on_with_a_conversation(url: str, stillroom: FakeStillroom) -> None:
+def test_langchain_chat_stream_and_conversation(url: str, stillroom: FakeStillroom) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     messages = pytest.importorskip("langchain_core.messages")
     chat = langchain_openai.ChatOpenAI(model="stillroom", base_url=f"{url}/v1", api_key="unused", max_retries=0)
@@ -50,13 +50,13 @@ def test_langchain_asks_streams_and_goes_on_with_a_conversation(url: str, stillr
     assert [(one.question, one.answer) for one in options.history] == [(QUESTION, QUESTION)]
 
 
-def test_langchain_embeds_and_has_a_retriever(url: str, stillroom: FakeStillroom) -> None:
+def test_langchain_embeddings_and_retriever(url: str, stillroom: FakeStillroom) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     documents = pytest.importorskip("langchain_core.documents")
     retrievers = pytest.importorskip("langchain_core.retrievers")
 
     class StillroomRetriever(retrievers.BaseRetriever):  # type: ignore[misc, name-defined]
-        """As docs/http.md has it."""
+        """Equals the class in docs/http.md."""
 
         url: str
         top_k: int = 5
@@ -76,7 +76,9 @@ def test_langchain_embeds_and_has_a_retriever(url: str, stillroom: FakeStillroom
     assert found.page_content.startswith("Rotate keys") and found.metadata["document"] == "docs/keys.md"
 
 
-def test_llamaindex_asks_streams_completes_and_goes_on(url: str, stillroom: FakeStillroom, http: httpx.Client) -> None:
+def test_llamaindex_chat_stream_completion_and_conversation(
+    url: str, stillroom: FakeStillroom, http: httpx.Client
+) -> None:
     llms = pytest.importorskip("llama_index.llms.openai_like")
     core = pytest.importorskip("llama_index.core.llms")
     llm = llms.OpenAILike(

@@ -1,4 +1,4 @@
-"""`/v1/completions`, over a real server and a fake room."""
+"""`/v1/completions` of a real server with a fake Stillroom."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def post(client: httpx.Client, **fields: Any) -> httpx.Response:
     return client.post("/v1/completions", json=PROMPT | fields)
 
 
-def test_a_prompt_is_continued_as_it_is(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_prompt_is_continued_as_given(client: httpx.Client, stillroom: FakeStillroom) -> None:
     body = post(client, max_tokens=2).json()
 
     assert (body["object"], body["model"]) == ("text_completion", "fake-model")
@@ -26,7 +26,7 @@ def test_a_prompt_is_continued_as_it_is(client: httpx.Client, stillroom: FakeSti
     assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
-def test_options_are_those_of_a_chat(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_completion_options_equal_chat_options(client: httpx.Client, stillroom: FakeStillroom) -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
     post(client, temperature=0.5, seed=3, stop="END", logit_bias={"7": 1}, response_format=schema, logprobs=2)
 
@@ -45,7 +45,7 @@ def test_options_are_those_of_a_chat(client: httpx.Client, stillroom: FakeStillr
         (["one", [3]], ["one", "3"]),
     ],
 )
-def test_prompts_are_texts_or_tokens_or_lists_of_them(
+def test_prompts_can_be_texts_tokens_or_lists(
     client: httpx.Client, stillroom: FakeStillroom, prompt: Any, texts: list[str]
 ) -> None:
     choices = post(client, prompt=prompt).json()["choices"]
@@ -85,7 +85,7 @@ def test_a_stream_of_several_prompts(client: httpx.Client) -> None:
         assert mine[-1]["finish_reason"] == "stop" and mine[0]["finish_reason"] is None
 
 
-def test_log_probabilities_are_four_lists_whole_and_streamed(client: httpx.Client) -> None:
+def test_completion_log_probabilities_are_four_lists(client: httpx.Client) -> None:
     [choice] = post(client, logprobs=2, max_tokens=2).json()["choices"]
     *chunks, _ = events(post(client, logprobs=2, max_tokens=2, stream=True))
 
@@ -101,7 +101,7 @@ def test_log_probabilities_are_four_lists_whole_and_streamed(client: httpx.Clien
 
 @pytest.mark.parametrize(("prompt", "echo"), [("keys are", "keys are"), ([1, 2], "1 2")])
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_puts_the_prompt_in_front(client: httpx.Client, prompt: Any, echo: str, stream: bool) -> None:
+def test_echo_puts_the_prompt_before_the_text(client: httpx.Client, prompt: Any, echo: str, stream: bool) -> None:
     response = post(client, prompt=prompt, echo=True, n=2, stream=stream)
 
     choices = [chunk["choices"][0] for chunk in events(response)[:-1]] if stream else response.json()["choices"]
@@ -109,7 +109,7 @@ def test_echo_puts_the_prompt_in_front(client: httpx.Client, prompt: Any, echo: 
         assert "".join(choice["text"] for choice in choices if choice["index"] == index) == echo * 2
 
 
-def test_a_failure_of_one_prompt_is_that_of_the_request_and_frees_the_others(
+def test_failure_of_one_prompt_fails_the_request_and_frees_all_blocks(
     client: httpx.Client, stillroom: FakeStillroom
 ) -> None:
     stillroom.fails_at = "bad"
@@ -143,12 +143,14 @@ def test_a_failure_of_one_prompt_is_that_of_the_request_and_frees_the_others(
         ({"max_tokens": 2.5}, "max_tokens"),
     ],
 )
-def test_impossible_requests_are_400_and_say_why(any_client: httpx.Client, change: dict[str, Any], said: str) -> None:
+def test_invalid_completion_requests_are_400_with_a_reason(
+    any_client: httpx.Client, change: dict[str, Any], said: str
+) -> None:
     response = post(any_client, **change)
 
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
 
 
-def test_best_of_as_many_as_n_means_nothing(any_client: httpx.Client) -> None:
+def test_best_of_equal_to_n_is_accepted(any_client: httpx.Client) -> None:
     assert len(post(any_client, best_of=2, n=2).json()["choices"]) == 2

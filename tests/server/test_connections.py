@@ -1,4 +1,4 @@
-"""Connections that are slow, silent, endless or no HTTP at all, over real sockets."""
+"""Slow, silent, endless and invalid connections over real sockets."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ SHORT = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "write_timeout_s": 0.2}
 
 @contextmanager
 def talking(**settings: Any) -> Iterator[tuple[FakeStillroom, Callable[[], socket.socket]]]:
-    """A server with short limits, and a way to connect to it."""
+    """Yield a server with short limits, and a function that connects to it."""
     stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(**SHORT | settings)))
     opened: list[socket.socket] = []
     with serving(as_stillroom(stillroom)) as url:
@@ -63,7 +63,7 @@ def request(body: object, path: str = "/v1/search") -> bytes:
 
 
 def is_alive(connect: Callable[[], socket.socket]) -> bool:
-    """Whether a request is answered. One that is held up on its way may be cut too: ask `until` it is."""
+    """Whether a request is answered. A delayed one may be cut too: use with `until`."""
     try:
         connection = connect()
         connection.sendall(request({"query": "keys"}))
@@ -73,7 +73,7 @@ def is_alive(connect: Callable[[], socket.socket]) -> bool:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST", b"POST /v1/search HTTP/1.1\r\nhost: localhost\r\nx-slow: "])
-def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
+def test_slow_head_ends_the_connection(sent: bytes) -> None:
     with talking() as (_, connect):
         connection = connect()
         connection.sendall(sent)
@@ -85,7 +85,7 @@ def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
         assert reply == b""
 
 
-def test_a_body_that_does_not_come_ends_the_connection() -> None:
+def test_slow_body_ends_the_connection() -> None:
     with talking() as (stillroom, connect):
         connection = connect()
         connection.sendall(head("/v1/chat/completions", 1000) + b'{"messages": ')
@@ -95,7 +95,7 @@ def test_a_body_that_does_not_come_ends_the_connection() -> None:
     assert not stillroom.asked
 
 
-def test_dripping_bytes_does_not_extend_the_time() -> None:
+def test_single_bytes_do_not_extend_the_head_timeout() -> None:
     with talking() as (_, connect):
         connection = connect()
         connection.sendall(b"GET /healthz HTTP/1.1\r\n")
@@ -118,10 +118,10 @@ def test_dripping_bytes_does_not_extend_the_time() -> None:
         assert index < 1500
 
 
-def test_a_reader_that_does_not_read_is_cut_and_frees_what_it_held() -> None:
+def test_client_that_does_not_read_is_cut_and_frees_its_blocks() -> None:
     with talking() as (stillroom, connect):
         connection = connect()
-        question = " ".join(["w" * 900] * 2000)  # comes back in as many events of a kilobyte
+        question = " ".join(["w" * 900] * 2000)  # returned as 2,000 events of a kilobyte
         body = {"messages": [{"role": "user", "content": question}], "stream": True}
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(request(body, "/v1/chat/completions"))
@@ -130,12 +130,12 @@ def test_a_reader_that_does_not_read_is_cut_and_frees_what_it_held() -> None:
         until(lambda: is_alive(connect))
 
 
-def test_an_answer_that_nobody_reads_does_not_hold_a_connection_that_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_reply_does_not_keep_a_closing_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     made, lost, is_lost = LimitedProtocol.connection_made, LimitedProtocol.connection_lost, threading.Event()
 
     def connection_made(protocol: LimitedProtocol, transport: asyncio.Transport) -> None:
         made(protocol, transport)
-        transport.set_write_buffer_limits(high=2**30)  # what is left is never so much that writing is paused
+        transport.set_write_buffer_limits(high=2**30)  # writing is never paused
 
     def connection_lost(protocol: LimitedProtocol, error: Exception | None) -> None:
         lost(protocol, error)
@@ -147,12 +147,12 @@ def test_an_answer_that_nobody_reads_does_not_hold_a_connection_that_closes(monk
         stillroom.texts["docs/keys.md"] = "x" * 20_000_000
         content = json.dumps({"query": "keys"}).encode()
         connect().sendall(head(length=len(content), connection="close") + content)
-        assert is_lost.wait(10), "it is held for ever"
+        assert is_lost.wait(10), "the connection is never closed"
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("sent", [b"x", b"\r\n", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"])
-def test_a_client_that_leaves_is_noticed_though_it_had_sent_more(sent: bytes, is_stream: bool) -> None:
+def test_disconnect_is_noticed_behind_pipelined_data(sent: bytes, is_stream: bool) -> None:
     with talking(head_timeout_s=20.0) as (stillroom, connect):
         stillroom.gate.clear()
         connection = connect()
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_is_noticed_though_it_had_sent_more(sent: bytes, is
         until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
-def test_requests_that_come_at_once_are_answered_one_after_the_other() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     with talking(head_timeout_s=20.0) as (_, connect):
         connection = connect()
         connection.sendall(b"".join(request({"query": f"{index}" * 3_000}) for index in range(9)))
@@ -175,7 +175,7 @@ def test_requests_that_come_at_once_are_answered_one_after_the_other() -> None:
     assert places == sorted(places) and places[0] > 0
 
 
-def test_connections_beyond_the_limit_are_told_to_come_back() -> None:
+def test_connections_beyond_the_limit_get_503() -> None:
     with talking(max_connections=3, head_timeout_s=20.0) as (_, connect):
         held = [connect() for _ in range(3)]
         for connection in held:
@@ -213,14 +213,14 @@ def _status_of(connection: socket.socket) -> bytes:
     ],
     ids=lambda sent: sent[:24].hex(),
 )
-def test_what_is_no_http_is_refused_and_hurts_nobody(sent: bytes) -> None:
+def test_invalid_http_is_refused_and_the_server_continues(sent: bytes) -> None:
     with talking() as (_, connect):
         connection = connect()
         try:
             connection.sendall(sent)
             reply = read_all(connection)
         except (BrokenPipeError, ConnectionResetError):
-            reply = b""  # closed while we were still sending
+            reply = b""  # closed while the client was still sending
         until(lambda: is_alive(connect))
     assert reply == b"" or reply.startswith(b"HTTP/1.1 4"), reply[:200]
 
@@ -247,7 +247,7 @@ CHUNKED = b"0\r\n\r\n"
     ],
     ids=lambda value: b" ".join(value)[:40].decode() if isinstance(value, list) else "",
 )
-def test_what_a_proxy_could_read_otherwise_is_refused_and_the_connection_closed(
+def test_ambiguous_http_is_refused_and_the_connection_closed(
     lines: list[bytes], body: bytes, status: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "stillroom.server.access")
@@ -259,7 +259,7 @@ def test_what_a_proxy_could_read_otherwise_is_refused_and_the_connection_closed(
         until(lambda: is_alive(connect))
 
     assert reply.startswith(b"HTTP/1.1 " + status), reply[:200]
-    assert reply.count(b"HTTP/1.1 ") == 1, "what came after it is not answered"
+    assert reply.count(b"HTTP/1.1 ") == 1, "pipelined data must not be answered"
     head, _, content = reply.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower() and b"x-request-id: " in head.lower()
     assert json.loads(content)["error"]["code"] == "invalid_http"
@@ -267,14 +267,14 @@ def test_what_a_proxy_could_read_otherwise_is_refused_and_the_connection_closed(
     assert len(refused) == 1
 
 
-def test_a_transfer_encoding_in_http_1_0_is_refused() -> None:
+def test_transfer_encoding_in_http_1_0_is_refused() -> None:
     with talking(head_timeout_s=20.0) as (_, connect):
         connection = connect()
         connection.sendall(b"POST /v1/search HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKED)
         assert read_all(connection).startswith(b"HTTP/1.1 400")
 
 
-def test_a_second_request_on_a_connection_is_held_to_the_same() -> None:
+def test_second_request_on_a_connection_is_checked_too() -> None:
     bad = b"POST /v1/search HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
     with talking(head_timeout_s=20.0) as (_, connect):
         connection = connect()
@@ -284,7 +284,7 @@ def test_a_second_request_on_a_connection_is_held_to_the_same() -> None:
     assert re.findall(rb"HTTP/1.1 (\d+)", reply) == [b"200", b"400"]
 
 
-def test_a_body_that_nobody_waits_for_does_not_hold_the_connection() -> None:
+def test_body_of_a_refused_request_does_not_keep_the_connection() -> None:
     with talking() as (_, connect):
         connection = connect()
         connection.sendall(head("/nowhere", 10_000_000) + b"x" * 1000)

@@ -1,4 +1,4 @@
-"""Messages as a conversation, and how they reach the room."""
+"""Messages of a chat as a conversation."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_messages(messages: list[tuple[str, str | None]], expected: Conversation
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_history_and_system_reach_the_room(client: httpx.Client, stillroom: FakeStillroom, stream: bool) -> None:
+def test_history_and_system_reach_the_stillroom(client: httpx.Client, stillroom: FakeStillroom, stream: bool) -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "first"}]},
@@ -65,7 +65,7 @@ PREFILLED = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"
 @pytest.mark.parametrize(
     "flags", [{}, {"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}]
 )
-def test_a_last_message_of_the_assistant_is_continued(
+def test_last_assistant_message_is_continued(
     client: httpx.Client, stillroom: FakeStillroom, flags: dict[str, bool]
 ) -> None:
     assert client.post("/v1/chat/completions", json=PREFILLED | flags).status_code == 200
@@ -85,6 +85,8 @@ def test_a_last_message_of_the_assistant_is_continued(
         ),
     ],
 )
-def test_what_cannot_be_continued_is_refused(any_client: httpx.Client, body: dict[str, Any], named: str) -> None:
+def test_contradicting_continuation_flags_are_refused(
+    any_client: httpx.Client, body: dict[str, Any], named: str
+) -> None:
     response = any_client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400 and named in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""A server whose device is lost: it says so to probes and to callers, and serves again when the device is back."""
+"""A server that loses its device: probes and callers are told, and serving resumes after recovery."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ ERROR = "CUDA error: unspecified launch failure\nCUDA kernel errors might be asy
 
 @dataclass
 class Device:
-    """Which calls to the model's device fail from now on."""
+    """Makes calls to the model's device fail."""
 
     monkeypatch: pytest.MonkeyPatch
     is_gone: bool = False
     num_steps: int = 0
-    """Steps that go well before the first failure."""
+    """Steps that succeed before the first failure."""
 
     def install(self) -> None:
         execute, recover = TorchRunner.execute, TorchRunner.recover
@@ -68,12 +68,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def test_a_lost_device_is_not_ready_and_says_why_until_it_is_back(stillroom: Stillroom, device: Device) -> None:
+def test_lost_device_makes_the_server_not_ready_until_recovery(stillroom: Stillroom, device: Device) -> None:
     with serving(stillroom) as url, httpx.Client(base_url=url, timeout=30) as client:
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
         assert client.get("/readyz").json()["checks"]["device"] is True
         device.is_gone = True
-        for _ in range(2):  # the one that is under way when it happens, and one that comes afterwards
+        for _ in range(2):  # the running request, and one that arrives afterwards
             refused = client.post("/v1/chat/completions", json=CHAT)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
             error = refused.json()["error"]
@@ -92,7 +92,7 @@ def test_a_lost_device_is_not_ready_and_says_why_until_it_is_back(stillroom: Sti
         assert answer["choices"][0]["message"]["content"] == ANSWER
 
 
-def test_a_stream_that_cannot_go_on_ends_with_the_error(stillroom: Stillroom, device: Device) -> None:
+def test_stream_ends_with_device_lost_if_it_cannot_continue(stillroom: Stillroom, device: Device) -> None:
     prompt = {"prompt": "The mentor of", "max_tokens": 30, "min_tokens": 30, "stream": True}
     with serving(stillroom) as url, httpx.Client(base_url=url, timeout=30) as client:
         device.is_gone, device.num_steps = True, 3

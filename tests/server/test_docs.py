@@ -1,4 +1,4 @@
-"""What docs/http.md shows works: its Python runs, and its curl requests are answered with 200."""
+"""The examples of docs/http.md and docs/conversations.md work."""
 
 import json
 import re
@@ -30,12 +30,12 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
         try:
             exec(compile(program, str(PAGE), "exec"), scope)
         finally:
-            scope["client"].close()  # type: ignore[attr-defined]  # the page leaves that to the end of the program
+            scope["client"].close()  # type: ignore[attr-defined]  # the example does not close it
 
     assert capsys.readouterr().out.count("How do I rotate keys?") == 2
 
 
-def test_a_conversation_over_http_and_in_python(
+def test_conversation_examples_over_http_and_in_python(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over_http, in_python = blocks("python", CONVERSATIONS)
@@ -58,7 +58,7 @@ def test_a_conversation_over_http_and_in_python(
     assert scope["second"].reuse.num_cached_tokens > 0  # type: ignore[attr-defined]
 
 
-def test_curl_examples_are_answered() -> None:
+def test_curl_examples_get_200() -> None:
     commands = [shlex.split(block) for block in blocks("sh") if block.startswith("curl ")]
     assert len(commands) >= 8
 
@@ -73,7 +73,7 @@ def test_curl_examples_are_answered() -> None:
 
 
 def form(parts: list[str]) -> dict[str, Any]:
-    """What curl's -F would send, with its own name as each file's content."""
+    """Return what curl's -F would send, with each file's name as its content."""
     named = [part.partition("=") for part in parts]
     names = [value[1:].rpartition(";filename=")[2] for _, _, value in named if value.startswith("@")]
     return {

@@ -1,4 +1,4 @@
-"""`/v1/documents`, over a real server and a fake room; and once over a real knowledge base."""
+"""`/v1/documents` with a fake Stillroom, and with a real knowledge base."""
 
 import asyncio
 import errno
@@ -29,7 +29,7 @@ def as_json(**texts: str) -> dict[str, list[dict[str, str]]]:
     return {"documents": [{"name": name.replace("_", "."), "text": text} for name, text in texts.items()]}
 
 
-def test_files_of_a_form_and_texts_of_json_are_the_same(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_form_files_and_json_texts_are_equivalent(client: httpx.Client, stillroom: FakeStillroom) -> None:
     form = client.post(ROUTE, files=[("file", ("a/b.md", b"one")), ("file", ("c.md", b"two"))])
     again = client.post(ROUTE, json={"documents": [{"name": "a/b.md", "text": "one"}, {"name": "c.md", "text": "2"}]})
 
@@ -41,7 +41,7 @@ def test_files_of_a_form_and_texts_of_json_are_the_same(client: httpx.Client, st
     assert stillroom.texts["uploads/c.md"] == "2"
 
 
-def test_a_file_that_cannot_be_read_has_an_error_and_stops_nobody(client: httpx.Client) -> None:
+def test_unreadable_file_has_an_error_and_the_others_are_added(client: httpx.Client) -> None:
     response = client.post(ROUTE, json=as_json(good_md="good", bad_md="\0"))
 
     assert response.status_code == 200
@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_read_has_an_error_and_stops_nobody(client: httpx.
     assert good["error"] is None
 
 
-def test_nothing_that_can_be_read_is_422_in_openais_shape(client: httpx.Client) -> None:
+def test_upload_without_readable_files_is_422(client: httpx.Client) -> None:
     response = client.post(ROUTE, files={"file": ("bad.md", b"\0")})
 
     assert response.status_code == 422
@@ -59,7 +59,7 @@ def test_nothing_that_can_be_read_is_422_in_openais_shape(client: httpx.Client) 
     assert response.json()["data"][0]["status"] == "failed"
 
 
-def test_progress_comes_as_events(client: httpx.Client) -> None:
+def test_upload_progress_is_sent_as_events(client: httpx.Client) -> None:
     headers = {"accept": "text/event-stream"}
 
     response = client.post(ROUTE, json=as_json(a_md="one", b_md="two"), headers=headers)
@@ -70,11 +70,11 @@ def test_progress_comes_as_events(client: httpx.Client) -> None:
     assert [one["status"] for one in report["data"]] == ["added", "added"]
 
 
-def test_an_error_after_the_stream_has_begun_is_an_event(
+def test_upload_error_after_the_stream_began_is_an_event(
     client: httpx.Client, stillroom: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*_: object) -> None:
-        raise KnowledgeBaseBusyError("somebody writes")
+        raise KnowledgeBaseBusyError("another process writes")
 
     monkeypatch.setattr(stillroom, "upload", busy)
 
@@ -85,7 +85,7 @@ def test_an_error_after_the_stream_has_begun_is_an_event(
     assert (plain.status_code, plain.json()["error"]["code"]) == (503, "knowledge_base_busy")
 
 
-def test_a_failure_after_the_stream_has_begun_is_in_the_log(
+def test_upload_failure_after_the_stream_began_is_logged(
     client: httpx.Client, stillroom: FakeStillroom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -100,8 +100,8 @@ def test_a_failure_after_the_stream_has_begun_is_in_the_log(
     assert record.exc_info and "a bug" in str(record.exc_info[1])
 
 
-def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more upload is refused before it is read."""
+def test_waiting_uploads_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload beyond the budget is refused before it is read."""
     stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(max_upload_bytes=1000)))
     go_on, upload = threading.Event(), stillroom.upload
 
@@ -116,7 +116,9 @@ def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     streamed = kind | {"accept": "text/event-stream"}
     with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         for _ in range(3):
-            assert client.post(ROUTE, content=b"{" * 900, headers=kind).status_code == 400, "it takes no room for good"
+            assert client.post(ROUTE, content=b"{" * 900, headers=kind).status_code == 400, (
+                "a refused upload must free its budget"
+            )
         with (
             client.stream("POST", ROUTE, content=content, headers=streamed) as first,
             client.stream("POST", ROUTE, content=content, headers=streamed) as second,
@@ -133,7 +135,7 @@ def test_what_waits_is_bounded_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         assert int(one.headers["retry-after"]) > 0
 
 
-def test_an_upload_holds_its_place_until_its_piece_ends_though_its_client_has_left() -> None:
+def test_cancelled_upload_counts_as_running_until_its_step_ends() -> None:
     stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(max_concurrent=1)))
     go_on, upload = threading.Event(), stillroom.upload
     stillroom.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
@@ -148,7 +150,7 @@ def test_an_upload_holds_its_place_until_its_piece_ends_though_its_client_has_le
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "concurrency_limit_exceeded")
 
 
-def test_changes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_changes_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillroom.server.routes.upload_queue.MAX_CHANGES", 2)
     stillroom, go_on = FakeStillroom(), threading.Event()
     discard = stillroom.discard
@@ -165,7 +167,7 @@ def test_changes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sorted(one.result().status_code for one in deletions) == [404] * 2 + [429] * 7
 
 
-def test_a_form_that_the_disk_does_not_take_is_507(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_form_that_cannot_be_stored_is_507(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -179,7 +181,7 @@ def test_a_form_that_the_disk_does_not_take_is_507(client: httpx.Client, monkeyp
 
 @pytest.mark.parametrize("name", ["../a.md", "/etc/passwd", ".env", "a/../b", "a\\b", "a#1", ""])
 @pytest.mark.parametrize("is_form", [True, False])
-def test_path_tricks_are_400_and_nothing_is_taken(
+def test_invalid_upload_names_are_400_and_nothing_is_stored(
     client: httpx.Client, stillroom: FakeStillroom, name: str, is_form: bool
 ) -> None:
     known = set(stillroom.texts)
@@ -215,14 +217,14 @@ def test_path_tricks_are_400_and_nothing_is_taken(
         ({"json": {"documents": [{"name": "a.md", "text": ""}], "metadata": []}}, 400),
     ],
 )
-def test_impossible_uploads(any_client: httpx.Client, request_body: dict[str, object], status: int) -> None:
+def test_invalid_uploads_are_refused(any_client: httpx.Client, request_body: dict[str, object], status: int) -> None:
     response = any_client.post(ROUTE, **request_body)  # type: ignore[arg-type]
 
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_list_comes_in_pages(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_document_list_has_pages(client: httpx.Client, stillroom: FakeStillroom) -> None:
     stillroom.texts = {f"{name}.md": name for name in "abcde"}
     seen: list[str] = []
     page: dict[str, Any] = {"has_more": True, "last_id": ""}
@@ -243,14 +245,14 @@ def test_the_list_comes_in_pages(client: httpx.Client, stillroom: FakeStillroom)
 
 
 @pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"limit": "many"}])
-def test_impossible_pages(any_client: httpx.Client, params: dict[str, str]) -> None:
+def test_invalid_page_parameters_are_400(any_client: httpx.Client, params: dict[str, str]) -> None:
     response = any_client.get(ROUTE, params=params)
 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
     assert any_client.get(f"{ROUTE}/docs/keys.md", params=params).json()["error"]["param"] == "limit"
 
 
-def test_a_document_is_got_and_deleted_by_id_or_by_name(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_document_is_found_and_deleted_by_id_or_name(client: httpx.Client, stillroom: FakeStillroom) -> None:
     client.post(ROUTE, json=as_json(a_md="one"))
 
     got = client.get(f"{ROUTE}/uploads/a.md").json()
@@ -301,16 +303,16 @@ def test_a_real_knowledge_base_from_upload_to_deletion(tmp_path: Path) -> None:
                 posts = (many.post(ROUTE, json=as_json(**{f"{n}_txt": f"number {n}"})) for n in range(4))
                 return [response.status_code for response in await asyncio.gather(*posts)]
 
-        assert asyncio.run(at_once()) == [200] * 4, "uploads wait for each other"
+        assert asyncio.run(at_once()) == [200] * 4, "uploads must run one after the other"
         assert client.get(ROUTE).json()["data"][0]["name"] == "0.txt"
         assert client.delete(path).json()["num_documents"] == 1
         assert client.post("/v1/search", json={"query": "rotate keys"}).json()["results"][0]["document"].endswith("txt")
         assert not (tmp_path / "kb/uploads/notes").exists()
 
 
-def test_uploads_that_were_killed_are_listed_deletable_and_completed_at_the_start(tmp_path: Path) -> None:
+def test_interrupted_uploads_are_listed_deletable_and_completed_at_start(tmp_path: Path) -> None:
     kb = KnowledgeBase.open(tmp_path / "kb", StillroomConfig(), create=True)
-    texts = {"lone.md": b"Of no upload that is known.", "begun.md": b"# Keys\n\nRotate keys."}
+    texts = {"lone.md": b"A file without an upload record.", "begun.md": b"# Keys\n\nRotate keys."}
     (kb.path / "uploads").mkdir()
     for name, text in texts.items():
         (kb.path / "uploads" / name).write_bytes(text)
@@ -339,7 +341,7 @@ def test_uploads_that_were_killed_are_listed_deletable_and_completed_at_the_star
         assert client.get(f"{ROUTE}/begun.md").json()["metadata"] == {"team": "legal"}
 
 
-def test_deleting_an_id_twice_deletes_no_upload_of_that_name(tmp_path: Path) -> None:
+def test_repeated_deletion_deletes_no_upload_of_that_name(tmp_path: Path) -> None:
     with (
         Stillroom.open(tmp_path / "kb") as stillroom,
         serving(stillroom) as url,

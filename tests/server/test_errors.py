@@ -29,11 +29,11 @@ from tests.server.harness import QUESTION, events, serving
 
 
 class Panic(BaseException):
-    """As pyo3 raises a Rust panic: `except Exception` does not catch it."""
+    """A Rust panic as pyo3 raises it; `except Exception` does not catch it."""
 
 
 def statuses_in(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Of the lines of the access log."""
+    """Return the statuses in the access log."""
     return [
         record.fields["status"]  # type: ignore[attr-defined]
         for record in caplog.records
@@ -62,7 +62,7 @@ def test_body_that_is_not_an_object_is_400(client: httpx.Client, content: bytes)
         (DeadlineExceededError("late"), 504, "deadline_exceeded", "false"),
     ],
 )
-def test_errors_of_the_room_have_a_status_and_a_code(
+def test_each_error_class_has_a_status_and_a_code(
     client: httpx.Client, stillroom: FakeStillroom, failure: Exception, status: int, code: str, should_retry: str | None
 ) -> None:
     stillroom.fails_at, stillroom.failure = "How", failure
@@ -88,7 +88,7 @@ def test_errors_of_the_room_have_a_status_and_a_code(
         (ConfigError, (500, "internal_error"), "the server's log"),
     ],
 )
-def test_an_error_of_the_server_names_part_and_remedy_and_leaves_its_own_text_to_the_log(
+def test_server_error_names_part_and_remedy_and_logs_its_own_text(
     client: httpx.Client,
     stillroom: FakeStillroom,
     caplog: pytest.LogCaptureFixture,
@@ -114,7 +114,7 @@ def test_empty_knowledge_base_is_409_and_says_what_to_do() -> None:
     assert "stillroom add" in response.json()["error"]["message"]
 
 
-def test_bug_is_500_without_a_stack_trace(
+def test_unexpected_exception_is_500_without_a_stack_trace(
     client: httpx.Client, stillroom: FakeStillroom, caplog: pytest.LogCaptureFixture
 ) -> None:
     stillroom.fails_at, stillroom.failure = "How", ZeroDivisionError("secret detail")
@@ -142,7 +142,7 @@ def test_unknown_route_and_method_have_openai_shape(client: httpx.Client) -> Non
     assert client.put("/v1/documents/a").headers["allow"] == "DELETE, GET"
 
 
-def test_a_panic_of_a_native_library_is_answered_and_logged_as_a_failure(
+def test_native_panic_is_a_logged_500(
     client: httpx.Client, stillroom: FakeStillroom, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "stillroom.server.access")
@@ -157,7 +157,7 @@ def test_a_panic_of_a_native_library_is_answered_and_logged_as_a_failure(
     until(lambda: statuses_in(caplog) == [500])
 
 
-def test_a_panic_in_a_search_is_answered_as_a_failure(
+def test_native_panic_in_a_search_is_500(
     client: httpx.Client, stillroom: FakeStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -170,7 +170,7 @@ def test_a_panic_in_a_search_is_answered_as_a_failure(
     assert response.headers["x-request-id"]
 
 
-def test_a_panic_in_the_middle_of_a_stream_is_its_last_event(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_native_panic_in_a_stream_is_its_last_event(client: httpx.Client, stillroom: FakeStillroom) -> None:
     stillroom.fails_at, stillroom.failure = "rotate", Panic()
 
     received = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True}))
@@ -178,7 +178,7 @@ def test_a_panic_in_the_middle_of_a_stream_is_its_last_event(client: httpx.Clien
     assert received[-1]["error"]["code"] == "internal_error"
 
 
-def test_a_failure_after_half_a_response_closes_the_connection_and_is_logged(
+def test_failure_in_a_partial_response_closes_the_connection_and_is_logged(
     stillroom: FakeStillroom, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "stillroom.server.access")

@@ -1,7 +1,7 @@
-"""Whatever bytes arrive: the answer is one of the kinds that are documented, never a 5xx, and the server goes on.
+"""Fuzzing of the server: any input gets a documented reply, never a 5xx, and the server keeps running.
 
-Raw bytes over a socket, requests made of plausible parts, and JSON that is nearly right. STILLROOM_FUZZ_EXAMPLES=5000
-looks longer than the tests of every change do.
+Input is raw bytes over a socket, requests made of plausible parts, and nearly valid JSON. STILLROOM_FUZZ_EXAMPLES sets
+the number of examples.
 """
 
 import json
@@ -42,7 +42,7 @@ def url(stillroom: FakeStillroom) -> Iterator[str]:
 
 
 def exchange(url: str, sent: bytes, *, is_half_closed: bool = True) -> bytes:
-    """Everything that comes back until the server closes."""
+    """Send bytes and return the reply until the server closes."""
     address = urlsplit(url)
     with socket.create_connection((str(address.hostname), address.port), timeout=10) as connection:
         found = b""
@@ -105,7 +105,7 @@ STREAMS = st.lists(TOKENS | st.binary(max_size=8), max_size=24).map(b"".join)
 @example(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
 @example(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50)
 @example(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\norigin: http://[\r\nconnection: close\r\n\r\n")
-def test_any_bytes(url: str, sent: bytes) -> None:
+def test_any_bytes_get_a_documented_reply(url: str, sent: bytes) -> None:
     reply = exchange(url, sent)
     for status in (line[9:12] for line in reply.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")):
         assert status[:1] in (b"1", b"2", b"3", b"4"), (sent, reply[:300])
@@ -136,7 +136,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 @FAST
 @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=3))
-def test_json_that_is_nearly_right(url: str, path: str, fields: dict[str, Any]) -> None:
+def test_nearly_valid_json_gets_a_documented_reply(url: str, path: str, fields: dict[str, Any]) -> None:
     content = json.dumps(GOOD[path] | fields)
     response = httpx.post(f"{url}{path}", content=content, headers={"content-type": "application/json"}, timeout=20)
     assert response.status_code < 500, (content, response.text)
@@ -155,7 +155,7 @@ def test_json_that_is_nearly_right(url: str, path: str, fields: dict[str, Any]) 
 @example("/v1/search", b'{"query": "x", "top_k": 1e999}')
 @example("/v1/search", b'{"query": "x", "query": "y"}')
 @example("/v1/search", b"\xef\xbb\xbf{}")
-def test_any_body(url: str, path: str, content: bytes) -> None:
+def test_any_body_gets_a_documented_reply(url: str, path: str, content: bytes) -> None:
     response = httpx.post(f"{url}{path}", content=content, headers={"content-type": "application/json"}, timeout=20)
     assert 400 <= response.status_code < 500, (content, response.text)
 
@@ -168,7 +168,7 @@ def test_any_body(url: str, path: str, content: bytes) -> None:
 @example("undefined", b"{}")
 @example("unicode_escape", b"\\\x00")
 @example("unicode_escape", b'{"a": "\\ud800"}')
-def test_any_charset_of_a_form(url: str, charset: str, metadata: bytes) -> None:
+def test_any_form_charset_gets_a_documented_reply(url: str, charset: str, metadata: bytes) -> None:
     part = b'--x\r\ncontent-disposition: form-data; name="'
     content = part + b'file"; filename="\\ud800.md"\r\n\r\n\r\n' + part + b'metadata"\r\n\r\n' + metadata + b"\r\n--x--"
     headers = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
@@ -181,7 +181,7 @@ def test_any_charset_of_a_form(url: str, charset: str, metadata: bytes) -> None:
     st.text(max_size=30)
     | st.sampled_from(["../../etc/passwd", "..", "a/../../b", "%2e%2e", "\x00", "kb/manifest.json"])
 )
-def test_any_name_in_a_path_stays_a_name(url: str, name: str) -> None:
+def test_any_name_in_a_path_reaches_no_other_file(url: str, name: str) -> None:
     path = quote(name, safe="", errors="surrogatepass")
     sent = f"DELETE /v1/documents/{path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     reply = exchange(url, sent.encode(), is_half_closed=False)

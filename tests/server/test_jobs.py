@@ -1,4 +1,4 @@
-"""Uploads that take long: answered with a job (HTTP 202), looked at, cancelled; also by leaving and by stopping."""
+"""Long uploads: their jobs (HTTP 202), and cancellation by request, disconnect and shutdown."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ JOBS = "/v1/jobs"
 
 
 class SlowStillroom(FakeStillroom):
-    """An upload works in pieces until `go_on` is set."""
+    """Its uploads run in steps until `go_on` is set."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(config=StillroomConfig(server=ServerConfig(**config)))
@@ -70,9 +70,7 @@ def status(client: httpx.Client, job: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "asks", [{"params": {"wait": "0"}}, {"headers": {"prefer": "respond-async"}}, {"headers": {"prefer": "wait=0"}}]
 )
-def test_an_upload_that_takes_long_is_answered_with_a_job(
-    client: httpx.Client, slow: SlowStillroom, asks: dict[str, Any]
-) -> None:
+def test_long_upload_is_answered_with_a_job(client: httpx.Client, slow: SlowStillroom, asks: dict[str, Any]) -> None:
     response = client.post(ROUTE, json=as_json(a_md="one"), **asks)
 
     job = response.json()
@@ -87,47 +85,45 @@ def test_an_upload_that_takes_long_is_answered_with_a_job(
     [one] = client.get(f"{JOBS}/{job['id']}").json()["data"]
     assert (one["name"], one["status"]) == ("a.md", "added")
     assert client.get(JOBS).json()["data"][0]["id"] == job["id"]
-    assert client.delete(f"{JOBS}/{job['id']}").json()["status"] == "completed", "what has ended stays as it is"
+    assert client.delete(f"{JOBS}/{job['id']}").json()["status"] == "completed", "a finished job must not change"
 
 
-def test_an_upload_is_answered_whole_where_the_server_waits_long_enough(
-    client: httpx.Client, slow: SlowStillroom
-) -> None:
+def test_upload_within_the_wait_is_answered_with_its_results(client: httpx.Client, slow: SlowStillroom) -> None:
     slow.go_on.set()
     response = client.post(ROUTE, json=as_json(a_md="one"))
     assert (response.status_code, response.json()["data"][0]["status"]) == (200, "added")
 
 
-def test_how_long_the_server_waits_is_a_setting(slow: SlowStillroom) -> None:
+def test_upload_wait_is_a_setting(slow: SlowStillroom) -> None:
     stillroom = SlowStillroom(upload_wait_s=0.0)
     with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         assert client.post(ROUTE, json=as_json(a_md="one")).status_code == 202
         stillroom.go_on.set()
 
 
-def test_a_job_that_fails_says_why(client: httpx.Client, slow: SlowStillroom) -> None:
+def test_failed_job_has_an_error(client: httpx.Client, slow: SlowStillroom) -> None:
     slow.go_on.set()
     job = client.post(ROUTE, json=as_json(bad_md="\0"), params={"wait": 0}).json()
     until(lambda: status(client, job) == "failed")
     assert client.get(f"{JOBS}/{job['id']}").json()["error"]["code"] == "document_unreadable"
 
 
-def test_deleting_a_job_cancels_it_between_two_pieces(client: httpx.Client, slow: SlowStillroom) -> None:
+def test_deleting_a_job_cancels_it_after_its_step(client: httpx.Client, slow: SlowStillroom) -> None:
     first = client.post(ROUTE, json=as_json(a_md="one"), params={"wait": 0}).json()
     second = client.post(ROUTE, json=as_json(b_md="two"), params={"wait": 0}).json()
     until(lambda: slow.begun == ["a.md"])
 
     assert client.delete(f"{JOBS}/{second['id']}").status_code == 200
     until(lambda: status(client, second) == "cancelled")
-    assert slow.ended == [], "what waits is cancelled without waiting"
+    assert slow.ended == [], "a waiting job must be cancelled at once"
     assert client.delete(f"{JOBS}/{first['id']}").json()["status"] in ("cancelling", "cancelled")
     until(lambda: status(client, first) == "cancelled")
     assert (slow.begun, slow.ended) == (["a.md"], ["a.md"])
     slow.go_on.set()
-    assert client.post(ROUTE, json=as_json(c_md="three")).status_code == 200, "and the next begins"
+    assert client.post(ROUTE, json=as_json(c_md="three")).status_code == 200, "the next upload must begin"
 
 
-def test_a_job_can_be_cancelled_while_it_takes_all_places_of_its_key() -> None:
+def test_job_can_be_cancelled_at_the_concurrency_limit() -> None:
     stillroom = SlowStillroom(max_concurrent=1)
     with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         job = client.post(ROUTE, json=as_json(a_md="one"), params={"wait": 0}).json()
@@ -138,7 +134,7 @@ def test_a_job_can_be_cancelled_while_it_takes_all_places_of_its_key() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_leaves_cancels_its_upload(client: httpx.Client, slow: SlowStillroom, is_stream: bool) -> None:
+def test_disconnect_cancels_an_upload(client: httpx.Client, slow: SlowStillroom, is_stream: bool) -> None:
     if is_stream:
         headers = {"accept": "text/event-stream"}
         with client.stream("POST", ROUTE, json=as_json(a_md="one"), headers=headers) as response:
@@ -151,14 +147,14 @@ def test_a_client_that_leaves_cancels_its_upload(client: httpx.Client, slow: Slo
     until(lambda: client.get(JOBS).json()["data"][0]["status"] == "cancelled")
 
 
-def test_a_client_that_was_given_a_job_may_leave(slow: SlowStillroom) -> None:
+def test_disconnect_after_a_job_reply_cancels_nothing(slow: SlowStillroom) -> None:
     with serving(as_stillroom(slow)) as url:
         job = httpx.post(f"{url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}).json()
         slow.go_on.set()
         until(lambda: httpx.get(f"{url}{JOBS}/{job['id']}").json()["status"] == "completed")
 
 
-def test_a_server_that_stops_cancels_its_jobs_after_the_grace() -> None:
+def test_stopping_server_cancels_jobs_after_the_grace_period() -> None:
     stillroom = SlowStillroom(grace_s=0.0)
     with running(as_stillroom(stillroom)) as server:
         job = httpx.post(f"{server.url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}).json()
@@ -167,11 +163,11 @@ def test_a_server_that_stops_cancels_its_jobs_after_the_grace() -> None:
     assert stillroom.ended == ["a.md"] and "uploads/a.md" not in stillroom.texts
 
 
-def test_a_tenant_sees_its_own_jobs_only(slow: SlowStillroom, tmp_path: Path) -> None:
+def test_tenant_sees_only_its_own_jobs(slow: SlowStillroom, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     own, other = bearer(add(path, "anna")), bearer(add(path, "ben", "legal"))
-    house = Tenants(as_stillroom(slow), tmp_path / "tenants")
-    with serving(as_stillroom(slow), tenants=house, keys=KeyRing(path)) as url:
+    tenants = Tenants(as_stillroom(slow), tmp_path / "tenants")
+    with serving(as_stillroom(slow), tenants=tenants, keys=KeyRing(path)) as url:
         job = httpx.post(f"{url}{ROUTE}", json=as_json(a_md="one"), params={"wait": 0}, headers=own).json()
         for method in ("GET", "DELETE"):
             response = httpx.request(method, f"{url}{JOBS}/{job['id']}", headers=other)
@@ -181,7 +177,7 @@ def test_a_tenant_sees_its_own_jobs_only(slow: SlowStillroom, tmp_path: Path) ->
         slow.go_on.set()
 
 
-def test_jobs_that_ended_long_ago_are_forgotten(
+def test_old_finished_jobs_are_dropped(
     client: httpx.Client, slow: SlowStillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stillroom.server.routes.jobs._MAX_FINISHED", 2)

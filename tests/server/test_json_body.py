@@ -1,4 +1,4 @@
-"""Bodies that are no JSON, or JSON that nobody should have to think of: refused, in OpenAI's shape, never 500."""
+"""Invalid and extreme JSON bodies are refused in OpenAI's shape, never with 500."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ JSON = {"content-type": "application/json"}
         (json.dumps({"query": "a", "x": dict.fromkeys(map(str, range(5_000)), 0)}).encode(), "more than 4096 keys"),
     ],
 )
-def test_what_is_no_plain_json_is_400(any_client: httpx.Client, content: bytes, said: str) -> None:
+def test_invalid_json_is_400(any_client: httpx.Client, content: bytes, said: str) -> None:
     response = any_client.post("/v1/search", content=content, headers=JSON)
 
     assert response.status_code == 400
@@ -63,18 +63,18 @@ def test_other_content_types_are_415(any_client: httpx.Client, kind: str | None)
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.a+json"])
-def test_json_by_its_other_names_is_read(any_client: httpx.Client, kind: str) -> None:
+def test_other_json_content_types_are_accepted(any_client: httpx.Client, kind: str) -> None:
     assert any_client.post("/v1/search", content=b'{"query": "a"}', headers={"content-type": kind}).status_code == 200
 
 
 @pytest.mark.parametrize("content", [b"null", b"[]", b'"text"', b"1"])
-def test_json_that_is_no_object_is_400(any_client: httpx.Client, content: bytes) -> None:
+def test_json_other_than_an_object_is_400(any_client: httpx.Client, content: bytes) -> None:
     response = any_client.post("/v1/search", content=content, headers=JSON)
 
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
 
 
-def test_large_bodies_are_read_elsewhere_and_say_the_same(any_client: httpx.Client) -> None:
+def test_large_bodies_are_parsed_in_a_thread_with_the_same_result(any_client: httpx.Client) -> None:
     query = "word " * 60_000
     assert any_client.post("/v1/search", json={"query": query}).json()["query"] == query
     assert any_client.post("/v1/search", content=b"{" + b" " * 300_000, headers=JSON).status_code == 400
@@ -91,13 +91,13 @@ def test_large_bodies_are_read_elsewhere_and_say_the_same(any_client: httpx.Clie
         (DocumentsRequest, {"documents": [{"titel": ""}] * 10_000}),
     ],
 )
-def test_what_is_wrong_ten_thousand_times_is_a_few_errors(kind: type[BaseModel], body: dict[str, Any]) -> None:
+def test_number_of_validation_errors_is_bounded(kind: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() < 5
 
 
-def test_types_count(any_client: httpx.Client) -> None:
+def test_types_are_strict(any_client: httpx.Client) -> None:
     for change in ({"top_k": "3"}, {"top_k": 3.5}, {"top_k": True}, {"query": 1}, {"mode": "HYBRID"}):
         assert any_client.post("/v1/search", json={"query": "a"} | change).status_code == 400
 
@@ -110,19 +110,19 @@ values = st.recursive(
 
 
 @given(values)
-def test_plain_json_is_read_as_the_parser_of_python_does(value: object) -> None:
+def test_valid_json_is_parsed_as_by_python(value: object) -> None:
     assert parse(json.dumps(value).encode()) == value
     assert parse(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]",:\\ud800e19.-NaInfty ', max_size=60).map(str.encode))
-def test_whatever_comes_is_a_value_or_refused(body: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused(body: bytes) -> None:
     try:
         parse(body)
     except Refused as error:
         assert error.status == 400 and str(error)
 
 
-def test_as_deep_as_may_be() -> None:
+def test_deepest_allowed_nesting() -> None:
     assert parse(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)

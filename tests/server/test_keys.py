@@ -1,4 +1,4 @@
-"""Keys: made once, kept as hashes, followed while the server runs; and who is let in."""
+"""API keys: the file, changes while the server runs, and authentication."""
 
 import errno
 import json
@@ -29,8 +29,8 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-class House(FakeStillroom):
-    """A fake room that makes others beside it."""
+class MultiTenantFake(FakeStillroom):
+    """A fake Stillroom that makes one for each tenant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class House(FakeStillroom):
 
 @contextmanager
 def guarded(path: Path, stillroom: FakeStillroom) -> Iterator[httpx.Client]:
-    house = Tenants(as_stillroom(stillroom), path.parent / "tenants")
+    tenants = Tenants(as_stillroom(stillroom), path.parent / "tenants")
     with (
-        serving(as_stillroom(stillroom), tenants=house, keys=KeyRing(path)) as url,
+        serving(as_stillroom(stillroom), tenants=tenants, keys=KeyRing(path)) as url,
         httpx.Client(base_url=url) as client,
     ):
         yield client
 
 
-def test_the_file_has_no_key_and_is_the_owners_alone(tmp_path: Path) -> None:
+def test_keys_file_holds_no_key_and_has_mode_600(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key = add(path, "anna")
 
@@ -76,7 +76,7 @@ def test_the_file_has_no_key_and_is_the_owners_alone(tmp_path: Path) -> None:
         '{"version": 1, "keys": [{"name": "x", "tenant": "a", "sha256": "00", "created": ""}]}',
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
+def test_damaged_keys_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(content)
     path.chmod(0o600)
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
         KeyRing(path)
 
 
-def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_keys_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     add(path, "anna")
     path.chmod(0o640)
@@ -92,7 +92,7 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         KeyRing(path)
 
 
-def test_keys_are_followed_while_the_server_runs_and_a_bad_file_lets_nobody_in(tmp_path: Path) -> None:
+def test_changed_keys_file_is_read_again_and_a_bad_one_refuses_every_key(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key = add(path, "anna")
     ring = KeyRing(path)
@@ -115,7 +115,7 @@ def test_keys_are_followed_while_the_server_runs_and_a_bad_file_lets_nobody_in(t
     assert ring.find(key) is not None
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_is_read_with_the_next_request(
+def test_temporarily_unreadable_keys_file_is_read_at_the_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.json"
@@ -129,12 +129,12 @@ def test_a_file_that_cannot_be_read_for_a_moment_is_read_with_the_next_request(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", too_many_files)
         assert ring.find(key) is None and ring.find(late) is None
-        assert len(caplog.records) == 1, "whoever asks again fills no log"
+        assert len(caplog.records) == 1, "repeated requests must not log again"
     assert ring.find(key) is not None and ring.find(late) is not None
 
 
-def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:
-    stillroom, path = House(), tmp_path / "keys.json"
+def test_requests_without_a_valid_key_are_refused(tmp_path: Path) -> None:
+    stillroom, path = MultiTenantFake(), tmp_path / "keys.json"
     key = add(path, "anna")
     with guarded(path, stillroom) as client:
         assert client.post("/v1/chat/completions", json=QUESTION, headers=bearer(key)).status_code == 200
@@ -162,12 +162,14 @@ def test_only_who_has_a_key_is_let_in(tmp_path: Path) -> None:
     assert len(stillroom.asked) == 1
     counted = stillroom.metrics.render().decode()
     for where in ("/v1/search", "/metrics", "/openapi.json", "other"):
-        assert f'stillroom_http_requests_total{{path="{where}",status="401"}}' in counted, "refused before its route"
+        assert f'stillroom_http_requests_total{{path="{where}",status="401"}}' in counted, (
+            "must be refused before the route"
+        )
     assert "nowhere" not in counted
 
 
-def test_a_tenant_sees_nothing_of_the_house(tmp_path: Path) -> None:
-    stillroom, path = House(), tmp_path / "keys.json"
+def test_tenant_without_operator_key_sees_no_figures_of_the_server(tmp_path: Path) -> None:
+    stillroom, path = MultiTenantFake(), tmp_path / "keys.json"
     key, operator = add(path, "anna", "legal"), add(path, "ops", is_operator=True)
     with guarded(path, stillroom) as client:
         assert client.get("/metrics", headers=bearer(key)).json()["error"]["code"] == "operator_only"
@@ -176,8 +178,8 @@ def test_a_tenant_sees_nothing_of_the_house(tmp_path: Path) -> None:
         assert client.get("/healthz", headers=bearer(operator)).json()["documents"] == 1
 
 
-def test_each_key_reaches_its_tenants_documents_only(tmp_path: Path) -> None:
-    stillroom, path = House(), tmp_path / "keys.json"
+def test_key_reaches_only_its_tenants_documents(tmp_path: Path) -> None:
+    stillroom, path = MultiTenantFake(), tmp_path / "keys.json"
     keys = {tenant: add(path, tenant, tenant) for tenant in ("default", "legal", "sales")}
     with guarded(path, stillroom) as client:
         for tenant, document in (("legal", "legal.md"), ("sales", "sales.md"), ("default", "docs/keys.md")):
@@ -188,10 +190,8 @@ def test_each_key_reaches_its_tenants_documents_only(tmp_path: Path) -> None:
     assert stillroom.made == {tenant: tmp_path / "tenants" / tenant for tenant in ("legal", "sales")}
 
 
-def test_a_tenant_that_has_no_place_is_refused_and_the_log_says_why_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    stillroom, path = House(), tmp_path / "keys.json"
+def test_tenant_without_a_folder_is_refused_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stillroom, path = MultiTenantFake(), tmp_path / "keys.json"
     key = add(path, "anna")
     with serving(as_stillroom(stillroom), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
         late = add(path, "late", "legal")
@@ -203,8 +203,8 @@ def test_a_tenant_that_has_no_place_is_refused_and_the_log_says_why_once(
     assert "'legal'" in record.message and "--tenants DIR" in record.message
 
 
-def test_a_room_that_cannot_be_opened_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(House):
+def test_knowledge_base_that_cannot_be_opened_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MultiTenantFake):
         def for_tenant(self, path: Path, tenant: str) -> FakeStillroom:
             raise CorruptKnowledgeBaseError(f"{path} is damaged")
 
@@ -229,20 +229,20 @@ def test_a_room_that_cannot_be_opened_is_in_the_log(tmp_path: Path, caplog: pyte
         ({"origin": "http://["}, "origin_not_allowed"),
     ],
 )
-def test_other_peoples_pages_may_not_ask_a_server_without_keys(
+def test_foreign_pages_cannot_use_a_server_without_keys(
     any_client: httpx.Client, headers: dict[str, str], code: str
 ) -> None:
     response = any_client.post("/v1/search", json={"query": "keys"}, headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (403, code)
 
 
-def test_its_own_page_may_ask(any_client: httpx.Client) -> None:
+def test_own_page_is_accepted(any_client: httpx.Client) -> None:
     host = f"localhost:{any_client.base_url.port}"
     headers = {"host": host, "origin": f"http://{host}"}
     assert any_client.post("/v1/search", json={"query": "keys"}, headers=headers).status_code == 200
 
 
-def test_the_file_is_plain_to_read(tmp_path: Path) -> None:
+def test_keys_file_is_readable_json(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     add(path, "anna", "legal", requests_per_minute=5)
     [row] = json.loads(path.read_text())["keys"]

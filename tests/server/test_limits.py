@@ -1,4 +1,4 @@
-"""What one caller may take, what the house takes on, and whether to send requests to it."""
+"""Rate and concurrency limits, admission, readiness and deadlines."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def ask(client: httpx.Client, **headers: str) -> httpx.Response:
     return client.post("/v1/chat/completions", json=QUESTION, headers=headers)
 
 
-def test_a_rate_is_a_bucket_that_fills_steadily() -> None:
+def test_rate_limit_is_a_token_bucket() -> None:
     bucket = Bucket(60, 60.0, 0.0)
     for _ in range(60):
         bucket.level -= 1
@@ -54,11 +54,11 @@ def test_a_rate_is_a_bucket_that_fills_steadily() -> None:
     }
 
 
-def test_more_requests_in_a_minute_than_allowed_are_429_with_openais_headers() -> None:
+def test_requests_beyond_the_rate_are_429_with_openais_headers() -> None:
     with limited(requests_per_minute=2) as (stillroom, client):
         left = [ask(client).headers["x-ratelimit-remaining-requests"] for _ in range(2)]
         refused = ask(client)
-        assert client.get("/v1/models").status_code == 200, "only work is counted"
+        assert client.get("/v1/models").status_code == 200, "GET requests must not be limited"
         metrics = client.get("/metrics").text
     assert left == ["1", "0"]
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -77,7 +77,7 @@ def test_each_key_has_its_own_limits(tmp_path: Path) -> None:
         assert [ask(client, **bearer(free)).status_code for _ in range(3)] == [200] * 3
 
 
-def test_more_at_the_same_time_than_allowed_are_429() -> None:
+def test_requests_beyond_the_concurrency_limit_are_429() -> None:
     with limited(max_concurrent=2) as (stillroom, client), ThreadPoolExecutor(2) as pool:
         stillroom.gate.clear()
         running = [pool.submit(ask, client) for _ in range(2)]
@@ -85,11 +85,11 @@ def test_more_at_the_same_time_than_allowed_are_429() -> None:
         refused = ask(client)
         stillroom.gate.set()
         assert [one.result().status_code for one in running] == [200, 200]
-        assert ask(client).status_code == 200, "and then there is room again"
+        assert ask(client).status_code == 200, "the limit must apply to running requests only"
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "concurrency_limit_exceeded")
 
 
-def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
+def test_queue_is_bounded_and_readyz_reports_when_it_is_full() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
     stillroom = FakeStillroom(config=config)
     with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url) as client, ThreadPoolExecutor(2) as pool:
@@ -110,7 +110,7 @@ def test_the_queue_is_bounded_and_readiness_says_when_it_is_full() -> None:
     )
 
 
-def test_a_house_without_its_model_lives_but_is_not_ready() -> None:
+def test_server_without_its_model_is_alive_but_not_ready() -> None:
     stillroom = FakeStillroom()
     stillroom.is_closed = True
     with serving(as_stillroom(stillroom)) as url:
@@ -120,10 +120,10 @@ def test_a_house_without_its_model_lives_but_is_not_ready() -> None:
     assert ready["reasons"] == ["the model is not loaded, or its engine failed"]
 
 
-def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> None:
+def test_admission_refuses_requests_that_would_wait_too_long() -> None:
     clock = VirtualClock()
     admission = AdmissionControl(2, 100, 10.0, clock)
-    for _ in range(8):  # nothing is known yet: four times the seats
+    for _ in range(8):  # no pace is known yet: four times the slots
         admission.enter("a")
     with pytest.raises(QueueFullError):
         admission.enter("a")
@@ -143,7 +143,7 @@ def test_who_would_wait_too_long_is_refused_by_the_pace_of_the_last_ones() -> No
         admission.enter("b")
 
 
-def test_a_full_house_lets_in_who_holds_less_than_his_share() -> None:
+def test_tenant_below_its_share_is_admitted_when_slots_are_full() -> None:
     admission = AdmissionControl(4, 8, 0.0, VirtualClock())
 
     def num_let_in(tenant: str) -> int:
@@ -161,14 +161,14 @@ def test_a_full_house_lets_in_who_holds_less_than_his_share() -> None:
     assert num_let_in("a") == 4
 
 
-def test_whom_the_engine_refuses_is_counted_too() -> None:
+def test_refusals_of_the_engine_are_counted() -> None:
     with limited() as (stillroom, client):
         stillroom.fails_at, stillroom.failure = "rotate", QueueFullError("too many wait", 1.0)
         assert ask(client).status_code == 429
         assert 'stillroom_refused_requests_total{reason="queue"} 1.0' in client.get("/metrics").text
 
 
-def test_requests_whose_bodies_do_not_come_keep_nobody_out() -> None:
+def test_incomplete_bodies_take_no_slots() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1, max_waiting=1))
     stillroom = FakeStillroom(config=config)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -176,19 +176,19 @@ def test_requests_whose_bodies_do_not_come_keep_nobody_out() -> None:
         for _ in range(8):
             held = stack.enter_context(socket.create_connection(("127.0.0.1", client.base_url.port or 0)))
             held.sendall(head + b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n")
-            assert held.recv(12) == b"HTTP/1.1 100", "it waits for the body"
+            assert held.recv(12) == b"HTTP/1.1 100", "the server must wait for the body"
         assert client.get("/readyz").status_code == 200
         assert ask(client).status_code == 200
 
 
-def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
+def test_only_completed_answers_count_towards_the_pace() -> None:
     config = StillroomConfig(runtime=RuntimeConfig(max_num_seqs=1), server=ServerConfig(max_wait_s=1e-9))
     stillroom = FakeStillroom(config=config)
     app = create_app(as_stillroom(stillroom))
     admission: AdmissionControl = app.state.admission
 
     def num_let_in() -> int:
-        """Return how many requests are let in at once: one if a pace is known, which is slower than the limit."""
+        """Return the number of requests admitted at once: 1 if a pace is known, which is slower than the limit."""
         count = 0
         while admission.problem() is None:
             admission.enter("anna")
@@ -216,7 +216,7 @@ def test_the_pace_is_that_of_answers_which_came_to_their_end() -> None:
 
 
 @pytest.mark.parametrize("has_length", [True, False])
-def test_a_body_that_is_too_large_is_refused_however_it_comes(has_length: bool) -> None:
+def test_too_large_body_is_refused_with_and_without_a_length(has_length: bool) -> None:
     with limited(max_body_bytes=1000) as (stillroom, client):
         content = b'{"messages": "' + b"x" * 5000 + b'"}'
         body: Any = content if has_length else iter([content[:3000], content[3000:]])
@@ -227,18 +227,18 @@ def test_a_body_that_is_too_large_is_refused_however_it_comes(has_length: bool) 
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
-    """With a real model, whose prompts are limited."""
-    folder = tmp_path_factory.mktemp("house")
+def limited_kb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    """A Stillroom with the bundled model and a prompt limit."""
+    folder = tmp_path_factory.mktemp("limited_kb")
     config = StillroomConfig(generation=GenerationConfig(max_prompt_tokens=120))
     with Stillroom.open(folder / "kb", config=config) as stillroom:
         stillroom.add(write_knowledge(folder / "docs"))
         yield stillroom
 
 
-def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the search finds afterwards is given up."""
-    go_on, search = threading.Event(), house._search.search_staged
+def test_deadline_includes_the_search(limited_kb: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of the late search is dropped."""
+    go_on, search = threading.Event(), limited_kb.search_staged.search_staged
 
     def slow(*arguments: Any) -> Any:
         go_on.wait(20)
@@ -247,20 +247,20 @@ def test_a_deadline_holds_during_the_search_too(house: Stillroom, monkeypatch: p
     async def ask_in_a_hurry() -> None:
         try:
             with pytest.raises(DeadlineExceededError):
-                await house.astream("Which company employed Dola Kenric ?", AskOptions(deadline_seconds=0.05))
+                await limited_kb.astream("Which company employed Dola Kenric ?", AskOptions(deadline_seconds=0.05))
         finally:
             go_on.set()
 
-    house.ask("Who ?")
-    monkeypatch.setattr(house._search, "search_staged", slow)
+    limited_kb.ask("Who ?")
+    monkeypatch.setattr(limited_kb._search, "search_staged", slow)
     asyncio.run(ask_in_a_hurry())
-    until(lambda: house.num_free_blocks == house.num_blocks)
+    until(lambda: limited_kb.num_free_blocks == limited_kb.num_blocks)
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_a_deadline_holds_while_all_threads_are_busy(house: Stillroom, is_chat: bool) -> None:
+def test_deadline_holds_while_all_threads_are_busy(limited_kb: Stillroom, is_chat: bool) -> None:
     go_on = threading.Event()
-    house.ask("Who ?")
+    limited_kb.ask("Who ?")
 
     async def ask_in_a_hurry() -> None:
         loop = asyncio.get_running_loop()
@@ -269,7 +269,7 @@ def test_a_deadline_holds_while_all_threads_are_busy(house: Stillroom, is_chat: 
         options = AskOptions(deadline_seconds=0.05)
         try:
             with pytest.raises(DeadlineExceededError):
-                await (house.astreams("Who ?", options) if is_chat else house.acontinue("Dola", options))
+                await (limited_kb.astreams("Who ?", options) if is_chat else limited_kb.acontinue("Dola", options))
             assert not busy.done()
         finally:
             go_on.set()
@@ -277,7 +277,7 @@ def test_a_deadline_holds_while_all_threads_are_busy(house: Stillroom, is_chat: 
     asyncio.run(ask_in_a_hurry())
 
 
-def test_embeddings_and_uploads_that_take_long_leave_threads_to_others() -> None:
+def test_long_embeddings_and_uploads_do_not_block_other_requests() -> None:
     stillroom, go_on = FakeStillroom(), threading.Event()
     embed, upload = stillroom.embed, stillroom.upload
     stillroom.embed = lambda *given: (go_on.wait(20), embed(*given))[1]  # type: ignore[method-assign]
@@ -298,10 +298,10 @@ def test_embeddings_and_uploads_that_take_long_leave_threads_to_others() -> None
         assert {one.result().status_code for one in long} == {200}
 
 
-def test_prompts_are_limited(house: Stillroom) -> None:
-    answer = house.ask("Which company employed Dola Kenric ?")
+def test_prompts_are_limited(limited_kb: Stillroom) -> None:
+    answer = limited_kb.ask("Which company employed Dola Kenric ?")
     assert answer.reuse.num_prompt_tokens <= 120
     with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
-        house.ask("Dola Kenric " * 200)
+        limited_kb.ask("Dola Kenric " * 200)
     with pytest.raises(PromptTooLongError, match="max_prompt_tokens"):
-        asyncio.run(house.acontinue("Dola Kenric " * 200))
+        asyncio.run(limited_kb.acontinue("Dola Kenric " * 200))

@@ -1,7 +1,6 @@
-"""Twice what the server can do, for a while, from many connections: it stays up, serves at its pace and in bounded
-time, refuses the rest cleanly, and afterwards everything is as it was.
+"""Overload: at twice the sustainable rate the server answers in bounded time, refuses the rest and frees everything.
 
-STILLROOM_LOAD_CONNECTIONS and STILLROOM_LOAD_SECONDS say how many and how long; the figures go to stdout.
+STILLROOM_LOAD_CONNECTIONS and STILLROOM_LOAD_SECONDS set connections and duration; the figures go to stdout.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from tests.server.knowledge import write_knowledge
 
 NUM_CONNECTIONS = int(os.environ.get("STILLROOM_LOAD_CONNECTIONS", "60"))
 NUM_CLIENTS = 48
-"""Who always asks, to find what is sustainable: more than a batch takes, so that no step has an empty seat."""
+"""Clients that measure the sustainable rate: more than a batch holds, so that every step is full."""
 SECONDS = float(os.environ.get("STILLROOM_LOAD_SECONDS", "10"))
 MAX_WAIT = 5.0
 PATIENCE = 60.0
@@ -53,19 +52,19 @@ SETTINGS = {
 
 @dataclass
 class Seen:
-    """What the clients saw."""
+    """Replies that the clients received."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
     refusals: list[float] = field(default_factory=list)
     num_late: int = 0
-    """Requests for which no connection was idle."""
+    """Requests not sent, because no connection was idle."""
     problems: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the server holds."""
+    """Resources that the server uses."""
 
     rss: int
     num_files: int
@@ -114,7 +113,7 @@ async def connections(url: str, count: int, seen: Seen) -> AsyncIterator["asynci
 
 
 class Connection:
-    """Asks one question at a time, again and again."""
+    """A connection that asks one question after the other."""
 
     def __init__(self, url: str, seen: Seen) -> None:
         self._address = urlsplit(url)
@@ -175,7 +174,7 @@ class Connection:
 
 
 async def sustainable(url: str, seconds: float) -> float:
-    """Answers per second that clients get who always ask."""
+    """Measure the answers per second of clients that ask without pause."""
     seen = Seen()
     end = time.perf_counter() + seconds
 
@@ -189,7 +188,7 @@ async def sustainable(url: str, seconds: float) -> float:
 
 
 async def flood(url: str, rate: float, seconds: float) -> Seen:
-    """Requests at a rate that does not care how they fare."""
+    """Send requests at a fixed rate, whatever the replies."""
     seen, randomness = Seen(), random.Random(0)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -215,7 +214,7 @@ async def flood(url: str, rate: float, seconds: float) -> Seen:
 
 
 async def burst(url: str, count: int) -> Seen:
-    """Send so many requests at the same time, each on a connection of its own, for answers of 64 tokens."""
+    """Send requests at the same time, each on its own connection, for answers of 64 tokens."""
     seen = Seen()
     async with connections(url, count, seen) as idle:
         await asyncio.gather(
@@ -227,7 +226,7 @@ async def burst(url: str, count: int) -> Seen:
     return seen
 
 
-def test_twice_as_many_requests_as_may_wait_are_served_or_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_requests_beyond_the_queue_are_served_or_refused_and_free_everything(tmp_path: Path) -> None:
     num_running, num_waiting = 4, 8
     limit = num_running + num_waiting
     runtime = RuntimeConfig(num_threads=1, max_num_seqs=num_running, max_waiting=num_waiting)
@@ -236,7 +235,7 @@ def test_twice_as_many_requests_as_may_wait_are_served_or_refused_and_leave_noth
         stillroom.add(write_knowledge(tmp_path / "docs"))
         stillroom.warm_up()
         with serving(stillroom) as url:
-            asyncio.run(burst(url, 2 * limit))  # starts threads and opens files that stay
+            asyncio.run(burst(url, 2 * limit))  # starts threads and opens files that remain
             until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
             before = Footprint.of(os.getpid(), url)
             for _ in range(2):
@@ -250,13 +249,13 @@ def test_twice_as_many_requests_as_may_wait_are_served_or_refused_and_leave_noth
 
 
 @pytest.mark.slow
-def test_twice_what_the_server_can_do(tmp_path: Path) -> None:
+def test_twice_the_sustainable_load(tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as stillroom:
         stillroom.add(write_knowledge(tmp_path / "docs"))
     with served(tmp_path / "kb") as (url, pid):
         asyncio.run(sustainable(url, min(5.0, SECONDS)))
         rate = asyncio.run(sustainable(url, min(15.0, SECONDS)))
-        asyncio.run(flood(url, 2 * rate, min(10.0, SECONDS)))  # buffers grow to what such a load needs
+        asyncio.run(flood(url, 2 * rate, min(10.0, SECONDS)))  # lets buffers grow first
         until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
         before = Footprint.of(pid, url)
         seen = asyncio.run(flood(url, 2 * rate, SECONDS))
@@ -274,7 +273,7 @@ def test_twice_what_the_server_can_do(tmp_path: Path) -> None:
     )
     assert not seen.problems
     assert set(seen.statuses) <= {200, 429}
-    assert served_rate > rate / 3, "refusing does not keep it from serving"
+    assert served_rate > rate / 3, "the server must still serve while it refuses"
     assert latencies[-1] < 3 * MAX_WAIT + 5
     assert after.num_free_blocks == before.num_free_blocks
     assert after.num_threads <= before.num_threads + 2

@@ -1,4 +1,4 @@
-"""A server whose application is not loaded yet, over real sockets."""
+"""A server whose application is still loading."""
 
 import threading
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Loads:
 
     def run(self) -> None:
         try:
-            self.server.run_loading(self.load, self.is_ready.set)
+            self.server.run(self.load, self.is_ready.set)
         except BaseException as error:
             self.raised = error
 
@@ -60,7 +60,7 @@ def answers(client: httpx.Client) -> bool:
         return False
 
 
-def test_a_probe_can_tell_a_server_that_loads_from_one_that_is_dead() -> None:
+def test_probes_distinguish_a_loading_server_from_a_dead_one() -> None:
     with loading() as (loads, client, _):
         alive, ready = client.get("/healthz"), client.get("/readyz")
         assert (alive.status_code, alive.json()) == (200, {"status": "ok"})
@@ -74,7 +74,7 @@ def test_a_probe_can_tell_a_server_that_loads_from_one_that_is_dead() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/", "/nowhere", "/healthz/"])
-def test_other_routes_say_to_come_back_while_the_server_loads(path: str) -> None:
+def test_other_routes_are_503_with_retry_after_while_loading(path: str) -> None:
     with loading() as (_, client, _thread):
         found = client.get(path, headers={"x-request-id": "mine"})
         asked = client.post("/v1/chat/completions", json={})
@@ -84,7 +84,7 @@ def test_other_routes_say_to_come_back_while_the_server_loads(path: str) -> None
     assert found.headers["x-request-id"] == "mine"
 
 
-def test_a_server_that_loads_stops_at_once() -> None:
+def test_loading_server_stops_at_once() -> None:
     with loading() as (loads, _, thread):
         loads.server.stop()
         thread.join(20)
@@ -93,7 +93,7 @@ def test_a_server_that_loads_stops_at_once() -> None:
 
 
 @pytest.mark.parametrize("failure", [ValueError("no such model"), KeyboardInterrupt(), SystemExit(3)])
-def test_what_loading_raises_ends_the_server_and_is_raised_there(failure: BaseException) -> None:
+def test_exception_of_loading_ends_the_server_and_is_raised(failure: BaseException) -> None:
     with loading() as (loads, _, thread):
         loads.failure = failure
         loads.go_on.set()

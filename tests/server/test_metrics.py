@@ -1,4 +1,4 @@
-"""Metrics after a few calls, and the page that lists them."""
+"""Values of the metrics, and their page."""
 
 import re
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_gauges_show_the_last_value() -> None:
 def test_documents_of_all_knowledge_bases_are_counted_at_render() -> None:
     metrics = Metrics()
     held = {"a": (1, 10)}
-    metrics.watch_corpora("room", lambda: held)
+    metrics.watch_corpora("tenants", lambda: held)
     metrics.watch_corpora("folder", lambda: {"a": (1, 10), "b": (5, 60)})
 
     def broken() -> dict[str, tuple[int, int]]:

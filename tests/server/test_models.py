@@ -1,4 +1,4 @@
-"""`/v1/models` and `/v1/embeddings`, over a real server and a fake room."""
+"""`/v1/models` and `/v1/embeddings` of a real server with a fake Stillroom."""
 
 import base64
 import struct
@@ -21,7 +21,7 @@ def test_models_are_the_generator_and_the_embedder(client: httpx.Client, stillro
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/embeddings"])
-def test_another_model_is_404_and_names_the_served_one(
+def test_unknown_model_is_404_and_names_the_served_one(
     client: httpx.Client, stillroom: FakeStillroom, route: str
 ) -> None:
     response = client.post(route, json=QUESTION | {"input": "x", "model": "gpt-4o"})
@@ -55,7 +55,7 @@ def test_embedding_of_one_text(client: httpx.Client) -> None:
     "request_body",
     [{}, {"input": []}, {"input": [""]}, {"input": [[1, 2]]}, {"input": "x", "dimensions": 7}, {"input": ["x"] * 2049}],
 )
-def test_impossible_embedding_request_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
+def test_invalid_embedding_request_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
     response = client.post("/v1/embeddings", json=request_body)
 
     assert response.status_code == 400

@@ -29,7 +29,7 @@ PARENT = "b7ad6b7169203331"
 
 @pytest.fixture
 def logged(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """JSON on stderr, as `serve --json` has it."""
+    """Logs JSON to stderr, as `serve --json` does."""
     root, access = logging.getLogger(), logging.getLogger("stillroom.server.access")
     level = root.level
     configure_logging("WARNING", as_json=True)
@@ -41,7 +41,7 @@ def logged(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def test_a_plain_id_of_the_caller_is_kept_and_any_other_replaced(any_client: httpx.Client) -> None:
+def test_plain_request_id_is_kept_and_any_other_replaced(any_client: httpx.Client) -> None:
     for given, is_kept in (
         ("req:1.a_B-c", True),
         ("x" * 128, True),
@@ -55,7 +55,7 @@ def test_a_plain_id_of_the_caller_is_kept_and_any_other_replaced(any_client: htt
     assert len(ids) == 3
 
 
-def test_a_request_is_a_line_of_json_that_says_who_and_never_what(
+def test_access_log_names_the_caller_and_never_the_content(
     tmp_path: Path, logged: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, stillroom = tmp_path / "keys.json", FakeStillroom()
@@ -63,7 +63,7 @@ def test_a_request_is_a_line_of_json_that_says_who_and_never_what(
     with serving(as_stillroom(stillroom), keys=KeyRing(path)) as url, httpx.Client(base_url=url) as client:
         client.post("/v1/chat/completions", json=QUESTION, headers=bearer(key) | {"x-request-id": "abc"})
         client.get("/secret/path?token=hidden", headers=bearer("sk-stillroom-wrong"))
-    capturing = capfd.readouterr().err  # a line is written when its answer is out
+    capturing = capfd.readouterr().err  # the line is written after the reply
     lines = [json.loads(line) for line in capturing.splitlines() if line.startswith("{")]
     asked, refused = (line for line in lines if line["logger"] == "stillroom.server.access")
     assert (asked["request_id"], asked["caller"], asked["tenant"]) == ("abc", "anna", "default")
@@ -74,7 +74,7 @@ def test_a_request_is_a_line_of_json_that_says_who_and_never_what(
         assert secret not in capturing
 
 
-def test_what_is_logged_meanwhile_has_the_id(logged: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_records_of_a_request_have_its_id(logged: None, capfd: pytest.CaptureFixture[str]) -> None:
     stillroom = FakeStillroom()
     stillroom.fails_at, stillroom.failure = "How", RuntimeError("a bug")
     with serving(as_stillroom(stillroom)) as url:
@@ -85,7 +85,7 @@ def test_what_is_logged_meanwhile_has_the_id(logged: None, capfd: pytest.Capture
     assert REQUEST_ID.get() is None
 
 
-def test_an_error_does_not_name_the_document(
+def test_logged_error_does_not_name_the_document(
     logged: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stillroom = FakeStillroom()
@@ -98,7 +98,7 @@ def test_an_error_does_not_name_the_document(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_an_answer_is_a_trace_of_its_phases_below_the_callers(tmp_path: Path, is_streamed: bool) -> None:
+def test_answer_has_spans_of_its_phases_below_the_clients_span(tmp_path: Path, is_streamed: bool) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -132,7 +132,7 @@ def test_an_answer_is_a_trace_of_its_phases_below_the_callers(tmp_path: Path, is
     assert current_span() is None
 
 
-def test_a_parent_that_is_none_begins_a_new_trace() -> None:
+def test_invalid_traceparent_begins_a_new_trace() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -142,7 +142,7 @@ def test_a_parent_that_is_none_begins_a_new_trace() -> None:
     assert [span.parent for span in exporter.get_finished_spans()] == [None] * 4
 
 
-def test_traces_go_to_the_collector_that_is_named() -> None:
+def test_traces_go_to_the_configured_collector() -> None:
     async def collect() -> bytes:
         arrived: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -171,7 +171,7 @@ def test_traces_go_to_the_collector_that_is_named() -> None:
         assert nothing is None
 
 
-def test_traces_without_their_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trace_libraries_name_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)

@@ -1,4 +1,4 @@
-"""The official `openai` client, as users run it, against a real server over a fake room."""
+"""The official `openai` client against a real server with a fake Stillroom."""
 
 import asyncio
 from collections.abc import Iterator
@@ -113,7 +113,7 @@ def test_models_and_embeddings(client: OpenAI, stillroom: FakeStillroom) -> None
     ]
 
 
-def test_errors_are_the_clients_own(client: OpenAI) -> None:
+def test_errors_raise_the_clients_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": QUESTION}])
     with pytest.raises(openai.BadRequestError) as caught:

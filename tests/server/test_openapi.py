@@ -1,6 +1,6 @@
-"""The OpenAPI document says what the server does: schemathesis makes requests of it, good and bad, and finds nothing.
+"""The server conforms to its OpenAPI document: schemathesis sends valid and invalid requests and checks the replies.
 
-The requests go to the real application over a fake room, and in the slow run over one with the bundled model too.
+The application runs with a fake Stillroom, and in slow tests with the bundled model.
 """
 
 from collections.abc import Iterator
@@ -28,17 +28,17 @@ from tests.server.test_keys import add
 
 load_all_checks()
 UNFIT = {
-    "positive_data_acceptance",  # a schema cannot say that a question is not blank, or that a model is served here
-    "ignored_auth",  # without a file of keys there are none
+    "positive_data_acceptance",  # schemas cannot express non-blank questions or served models
+    "ignored_auth",  # there is no file of keys
     "object_level_authorization",
     "max_response_time",
 }
 FITTING = [check for check in CHECKS.get_all() if check.__name__ not in UNFIT]
 OF_THE_LATE = [check for check in FITTING if check.__name__ != "not_a_server_error"]
-"""A request that has a deadline may end in a 504."""
+"""A request with a deadline may get 504."""
 PATIENCE = 120.0
 OWN = {"host": "127.0.0.1:8321"}
-"""A name that the server answers to."""
+"""A `Host` that the server accepts."""
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -80,7 +80,7 @@ def has_deadline(case: Any) -> bool:
 
 
 def attack(app: FastAPI, method: str, path: str, max_examples: int) -> None:
-    """Requests as the document allows them, and as it does not."""
+    """Generate valid and invalid requests."""
     operation = schemathesis.openapi.from_asgi("/openapi.json", app, headers=OWN)[path][method]
     quick = settings(
         max_examples=max_examples,
@@ -101,18 +101,18 @@ def attack(app: FastAPI, method: str, path: str, max_examples: int) -> None:
         try:
             holds()
         except Unsatisfiable:
-            assert mode is GenerationMode.NEGATIVE, "some operations take everything"
+            assert mode is GenerationMode.NEGATIVE, "some operations accept any input"
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_the_server_does_what_the_document_says(app: FastAPI, method: str, path: str) -> None:
+def test_server_conforms_to_the_openapi_document(app: FastAPI, method: str, path: str) -> None:
     attack(app, method, path, 4)
 
 
 @pytest.mark.parametrize(
     ("path", "event"), [("chat/completions", ChatCompletionChunk), ("completions", CompletionChunk)]
 )
-def test_events_are_of_their_type(any_client: httpx.Client, path: str, event: type[BaseModel]) -> None:
+def test_events_have_the_documented_type(any_client: httpx.Client, path: str, event: type[BaseModel]) -> None:
     options = {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
     logprobs = {"logprobs": True, "top_logprobs": 1} if path.startswith("chat") else {"logprobs": 1}
 
@@ -126,17 +126,17 @@ def test_events_are_of_their_type(any_client: httpx.Client, path: str, event: ty
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_the_server_does_what_the_document_says_for_longer(app: FastAPI, method: str, path: str) -> None:
+def test_server_conforms_to_the_openapi_document_with_more_examples(app: FastAPI, method: str, path: str) -> None:
     attack(app, method, path, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_a_real_server_does_what_the_document_says(real_app: FastAPI, method: str, path: str) -> None:
+def test_server_with_a_model_conforms_to_the_openapi_document(real_app: FastAPI, method: str, path: str) -> None:
     attack(real_app, method, path, 100)
 
 
-def test_it_says_where_keys_and_limits_are(app: FastAPI, tmp_path: Path) -> None:
+def test_document_states_keys_and_limits(app: FastAPI, tmp_path: Path) -> None:
     add(tmp_path / "keys.json", "anna")
     guarded = create_app(as_stillroom(FakeStillroom()), keys=KeyRing(tmp_path / "keys.json")).openapi()
     assert guarded["components"]["securitySchemes"]["apiKey"]["scheme"] == "bearer"
@@ -149,7 +149,7 @@ def test_it_says_where_keys_and_limits_are(app: FastAPI, tmp_path: Path) -> None
     assert "401" in paths["/v1/models"]["get"]["responses"]
 
 
-def test_every_operation_is_described_and_attacked(app: FastAPI) -> None:
+def test_every_operation_is_described_and_tested(app: FastAPI) -> None:
     document = app.openapi()
     told = {(method.upper(), path): one for path, item in document["paths"].items() for method, one in item.items()}
 

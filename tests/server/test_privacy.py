@@ -1,4 +1,4 @@
-"""No id, name or error that leaves the server shows a folder of it."""
+"""No id, name or error of the server contains one of its folders."""
 
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,18 @@ ROUTE = "/v1/documents"
         ("name it notes/keys.md, not ./keys.md; <b>as written</b>", None),
     ],
 )
-def test_messages_show_names_and_no_folders(message: str, shown: str | None) -> None:
+def test_messages_contain_no_folders(message: str, shown: str | None) -> None:
     assert without_folders(message) == (message if shown is None else shown)
     _, body = describe(UsageError(message))
     assert body["error"]["message"] == (message if shown is None else shown)
 
 
-def test_a_model_is_named_after_the_last_part_of_its_folder() -> None:
+def test_model_name_is_the_last_part_of_its_folder() -> None:
     assert served_name("/srv/models/qwen/") == "qwen"
     assert served_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
 
 
-def test_clients_of_a_real_server_see_no_folder_of_it(tmp_path: Path) -> None:
+def test_replies_of_a_real_server_contain_no_folders(tmp_path: Path) -> None:
     outside = tmp_path / "outside" / "keys.md"
     outside.parent.mkdir()
     outside.write_text("# Keys\n\nRotate the keys twice a year.\n")
@@ -73,7 +73,7 @@ def test_clients_of_a_real_server_see_no_folder_of_it(tmp_path: Path) -> None:
         assert ask("GET", f"{ROUTE}/{quote(ids[0])}").json()["chunks"][0]["text"] == "Rotate the keys twice a year."
         for filter_, count in ((f"path ~ '{tmp_path}'", 0), (f"path = '{outside}'", 0), (f"path > '{tmp_path}'", 2)):
             found = ask("POST", "/v1/search", json={"query": "rotate keys", "where": filter_}).json()["results"]
-            assert len(found) <= count, "as `files/...` and `uploads/...` sort"
+            assert len(found) <= count, "`files/...` and `uploads/...` must sort in order"
         [shown] = ask("POST", "/v1/search", json={"query": "keys", "where": f"path = '{ids[0]}'"}).json()["results"]
         assert shown["document"] == ids[0]
         assert client.get(f"{ROUTE}/{quote(str(outside), safe='')}").status_code == 404

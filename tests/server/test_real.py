@@ -1,4 +1,4 @@
-"""The server over the real thing: real documents, real index, the bundled model. And the official `openai` client."""
+"""The server with real documents and the bundled model, used through the official `openai` client."""
 
 import asyncio
 import math
@@ -54,7 +54,7 @@ def every_block_is_free_afterwards(stillroom: Stillroom) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logits_that_are_not_finite_are_an_error_and_no_text(
+def test_non_finite_logits_are_an_error_without_text(
     url: str, client: OpenAI, stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     real = Decoder.logits
@@ -143,7 +143,7 @@ def test_many_clients_at_once_all_finish_with_their_own_answer(client: OpenAI, s
     assert alone[0] == ANSWER
 
 
-RAMBLING = {"max_tokens": 60, "temperature": 50.0, "seed": 3}  # close to a uniform choice of words
+RANDOM_TEXT = {"max_tokens": 60, "temperature": 50.0, "seed": 3}  # almost uniform sampling
 
 
 def ramble(stillroom: Stillroom, **options: Any) -> Answer:
@@ -151,7 +151,7 @@ def ramble(stillroom: Stillroom, **options: Any) -> Answer:
 
 
 def rambling(**options: Any) -> AskOptions:
-    return AskOptions(**(RAMBLING | options))
+    return AskOptions(**(RANDOM_TEXT | options))
 
 
 def num_ended(stillroom: Stillroom, outcome: str = "aborted") -> float:
@@ -160,9 +160,7 @@ def num_ended(stillroom: Stillroom, outcome: str = "aborted") -> float:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
-    client: OpenAI, stillroom: Stillroom, streamed: bool
-) -> None:
+def test_stop_text_across_tokens_ends_the_answer(client: OpenAI, stillroom: Stillroom, streamed: bool) -> None:
     free = ramble(stillroom)
     words = free.text.split(" ")
     stop = f"{words[5][-1]} {words[6]} {words[7][0]}"
@@ -187,7 +185,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
     else:
         answer = ramble(stillroom, stop=stop, max_tokens=1500)
         text, reason = answer.text, answer.finish_reason
-        assert answer.token_ids == free.token_ids[:8], "not one token more is kept"
+        assert answer.token_ids == free.token_ids[:8], "no further token is kept"
 
     assert (text, reason) == (expected, "stop")
     until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
@@ -195,12 +193,12 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_the_request(
 
 
 def num_500(stillroom: Stillroom) -> float:
-    """Chats that were answered with 500 so far."""
+    """Return the number of chats answered with 500 so far."""
     name = b'http_requests_total{path="/v1/chat/completions",status="500"} '
     return float(stillroom.metrics.render().partition(name)[2].partition(b"\n")[0] or 0)
 
 
-def test_a_stream_that_the_engine_gives_up_counts_as_failed(
+def test_stream_aborted_by_the_engine_counts_as_failed(
     url: str, stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = stillroom._loader.backend
@@ -250,7 +248,7 @@ def test_cancelling_one_of_several_answers_leaves_the_others(stillroom: Stillroo
     assert streams[1].answer.text == ramble(stillroom, seed=seed_of_sample(3, 1)).text
 
 
-def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
+def test_log_probabilities_equal_the_models(client: OpenAI) -> None:
     completion = client.chat.completions.create(
         model="stillroom", messages=[{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=3
     )
@@ -259,11 +257,11 @@ def test_log_probabilities_are_those_of_the_model(client: OpenAI) -> None:
     assert logprobs and logprobs.content
     assert " ".join(token.token for token in logprobs.content) == ANSWER
     for token in logprobs.content:
-        assert token.logprob == token.top_logprobs[0].logprob <= 0, "greedy takes the likeliest"
+        assert token.logprob == token.top_logprobs[0].logprob <= 0, "greedy sampling takes the likeliest token"
         assert sum(math.exp(other.logprob) for other in token.top_logprobs) <= 1 + 1e-6
 
 
-def test_what_the_model_cannot_do_is_refused(url: str) -> None:
+def test_unsupported_options_are_refused(url: str) -> None:
     for change, complaint in (
         ({"n": 100}, "n=100 exceeds the 32 sequences"),
         ({"logit_bias": {"5000000": 1}}, "logit_bias names token 5000000"),
@@ -287,13 +285,13 @@ def test_answers_that_are_late_are_504_and_free_their_blocks(url: str, stillroom
         stillroom.ask(QUESTION, AskOptions(deadline_seconds=0.0))
 
 
-def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, stillroom: Stillroom) -> None:
+def test_disconnect_from_a_stream_frees_its_blocks(client: OpenAI, stillroom: Stillroom) -> None:
     stream = client.chat.completions.create(
         model="stillroom",
         messages=[{"role": "user", "content": QUESTION}],
         stream=True,
         max_tokens=1500,
-        temperature=50.0,  # close to a uniform choice of words: it goes on and on
+        temperature=50.0,  # almost uniform sampling, so that answers are long
         seed=1,
     )
     chunks = iter(stream)
@@ -306,7 +304,7 @@ def test_client_that_leaves_a_stream_frees_its_blocks(client: OpenAI, stillroom:
     until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
 
 
-def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(url: str, stillroom: Stillroom) -> None:
+def test_disconnect_before_a_complete_answer_frees_its_blocks(url: str, stillroom: Stillroom) -> None:
     request = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1500, "temperature": 50.0, "seed": 1}
 
     with pytest.raises(httpx.ReadTimeout):
@@ -315,7 +313,7 @@ def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(url: str,
     until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)
 
 
-def test_too_long_an_answer_is_refused(url: str) -> None:
+def test_answer_too_long_for_the_model_is_refused(url: str) -> None:
     request = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 100_000}
 
     response = httpx.post(f"{url}/v1/chat/completions", json=request)

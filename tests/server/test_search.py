@@ -1,4 +1,4 @@
-"""`/v1/search`, over a real server and a fake room."""
+"""`/v1/search` of a real server with a fake Stillroom."""
 
 from typing import Any
 
@@ -37,11 +37,11 @@ def test_search_without_a_mode_names_the_configured_one(client: httpx.Client) ->
     "request_body",
     [{}, {"query": " "}, {"query": "x", "top_k": 0}, {"query": "x", "top_k": 1001}, {"query": "x", "k": 3}],
 )
-def test_impossible_search_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
+def test_invalid_search_is_400(client: httpx.Client, request_body: dict[str, Any]) -> None:
     assert client.post("/v1/search", json=request_body).status_code == 400
 
 
-def test_a_thousand_chunks_are_the_most(client: httpx.Client) -> None:
+def test_search_returns_at_most_a_thousand_chunks(client: httpx.Client) -> None:
     assert client.post("/v1/search", json={"query": "x", "top_k": 1000}).status_code == 200
     chat = {"messages": [{"role": "user", "content": "x"}], "stillroom": {"top_k": 1001}}
     response = client.post("/v1/chat/completions", json=chat)
@@ -59,7 +59,7 @@ def test_a_chat_takes_a_filter(client: httpx.Client, stillroom: FakeStillroom) -
     assert stillroom.asked[-1][1].where == "a=1"
 
 
-def test_a_bad_filter_is_400_and_says_where(client: httpx.Client) -> None:
+def test_invalid_filter_is_400_with_its_position(client: httpx.Client) -> None:
     response = client.post("/v1/search", json={"query": "keys", "where": "year >= )"})
     assert response.status_code == 400
     assert 'at character 9, before ")": a value is missing' in response.json()["error"]["message"]

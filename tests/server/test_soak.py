@@ -1,5 +1,7 @@
-"""Many clients on real connections, of whom some leave at any moment, some come too late and some talk nonsense.
-Afterwards every answer that was read to its end was right, and no block, listener, thread or open file is left."""
+"""Many clients that disconnect at any moment, are refused or send invalid data.
+
+Every answer that was read completely is correct, and no block, listener, thread or open file remains.
+"""
 
 import gc
 import json
@@ -29,7 +31,7 @@ from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 NUM_CLIENTS = 8
 PATIENCE = 60.0
 MAX_GROWTH = 16 * 2**20
-RAMBLING = {"max_tokens": 400, "temperature": 50.0}  # close to a uniform choice of words: it goes on and on
+RANDOM_TEXT = {"max_tokens": 400, "temperature": 50.0}  # almost uniform sampling, so that answers are long
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def stillroom(tmp_path: Path) -> Iterator[Stillroom]:
 
 @dataclass
 class Client:
-    """Asks one question after the other, each on a connection of its own."""
+    """Asks one question after the other, each on its own connection."""
 
     address: tuple[str, int]
     count: int
@@ -75,11 +77,11 @@ class Client:
             return "left while asking"
         if kind < 0.50:
             is_streamed = self.draw.random() < 0.6
-            connection.sendall(_request(_body(stream=is_streamed, seed=self.draw.randint(0, 9), **RAMBLING)))
+            connection.sendall(_request(_body(stream=is_streamed, seed=self.draw.randint(0, 9), **RANDOM_TEXT)))
             self._leave(connection)
             return "left"
         if kind < 0.60:
-            connection.sendall(_request(_body(deadline_seconds=0.02, **RAMBLING)))
+            connection.sendall(_request(_body(deadline_seconds=0.02, **RANDOM_TEXT)))
             reply = self._read(connection)
             assert _status(reply) in (429, 504), reply
             return "late" if _status(reply) == 504 else "refused"
@@ -92,7 +94,7 @@ class Client:
         return "answered"
 
     def _leave(self, connection: socket.socket) -> None:
-        """After some bytes of the reply or none; politely, or as one whose machine has died."""
+        """Disconnect after some bytes of the reply or none; with a FIN, or with a reset as after a crash."""
         for _ in range(self.draw.choice((0, 0, 1, 2, 5))):
             connection.settimeout(0.01)
             try:
@@ -135,7 +137,7 @@ def _text_of(reply: bytes, is_streamed: bool) -> str:
 
 
 def soak(url: str, stillroom: Stillroom, count: int, seed: int) -> Counter[str]:
-    """So many requests; how they ended."""
+    """Run the clients and count how their requests ended."""
     parts, draw = urlsplit(url), random.Random(seed)
     address = (str(parts.hostname), int(parts.port or 0))
     clients = [Client(address, count // NUM_CLIENTS, random.Random(draw.random())) for _ in range(NUM_CLIENTS)]
@@ -178,11 +180,11 @@ def _num_open_files() -> int:
 ENDS = {"nonsense", "left while asking", "left", "late", "refused", "answered"}
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(stillroom: Stillroom) -> None:
+def test_disconnects_at_any_moment_free_everything(stillroom: Stillroom) -> None:
     with serving(stillroom) as url:
         soak(url, stillroom, 2 * NUM_CLIENTS, seed=0)
         stillroom.ask(QUESTION)
-        assert stillroom.records.recent(), "the diary, which another thread opens, is open by now"
+        assert stillroom.records.recent(), "the request log, opened by another thread, must be open by now"
         before = _num_open_files()
         ends = soak(url, stillroom, 15 * NUM_CLIENTS, seed=1)
         until(lambda: _num_open_files() <= before)
@@ -191,7 +193,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(stillroom: Stillr
 
 
 @pytest.mark.slow
-def test_thousands_of_connections_leave_nothing_behind(stillroom: Stillroom) -> None:
+def test_thousands_of_connections_free_everything(stillroom: Stillroom) -> None:
     with serving(stillroom) as url:
         ends = soak(url, stillroom, 400, seed=2)
         before = _memory()

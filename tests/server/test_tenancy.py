@@ -1,4 +1,4 @@
-"""Two tenants with the same documents and the same questions, over HTTP, with a real model and real keys."""
+"""Two tenants with equal documents and questions, with real keys and the bundled model."""
 
 import io
 import shutil
@@ -24,24 +24,24 @@ ASKED = {"messages": [{"role": "user", "content": QUESTION}]}
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, httpx.Client]]:
-    """By tenant."""
-    folder = tmp_path_factory.mktemp("house")
+    """One client per tenant."""
+    folder = tmp_path_factory.mktemp("tenants")
     path = folder / "keys.json"
     keys = {tenant: add(path, f"key-of-{tenant}", tenant) for tenant in ("legal", "sales")}
     config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
     with Stillroom.open(folder / "kb", config=config) as stillroom:
-        house = Tenants(stillroom, folder / "tenants")
-        with serving(stillroom, tenants=house, keys=KeyRing(path)) as url:
+        tenants = Tenants(stillroom, folder / "tenants")
+        with serving(stillroom, tenants=tenants, keys=KeyRing(path)) as url:
             made = {
                 tenant: httpx.Client(base_url=url, headers=bearer(key), timeout=120) for tenant, key in keys.items()
             }
             yield made
             for client in made.values():
                 client.close()
-        house.close()
+        tenants.close()
 
 
-def test_what_one_tenant_adds_and_asks_shows_nowhere_to_another(clients: dict[str, httpx.Client]) -> None:
+def test_tenants_share_no_documents_answers_or_kv(clients: dict[str, httpx.Client]) -> None:
     legal, sales = clients["legal"], clients["sales"]
     document = {"documents": [{"name": "people.md", "text": PEOPLE}]}
 
@@ -49,7 +49,7 @@ def test_what_one_tenant_adds_and_asks_shows_nowhere_to_another(clients: dict[st
     first, again = (legal.post("/v1/chat/completions", json=ASKED).json() for _ in range(2))
     assert first["choices"][0]["message"]["content"] == ANSWER
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "within a tenant it is reused"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "KV must be reused within a tenant"
 
     assert sales.get("/v1/documents").json()["data"] == []
     assert sales.post("/v1/chat/completions", json=ASKED).json()["error"]["code"] == "knowledge_base_empty"
@@ -62,7 +62,7 @@ def test_what_one_tenant_adds_and_asks_shows_nowhere_to_another(clients: dict[st
     assert sales.post("/v1/documents", json=document).status_code == 200
     same = sales.post("/v1/chat/completions", json=ASKED).json()
     assert same["choices"] == first["choices"]
-    assert same["usage"] == first["usage"], "not one cached token"
+    assert same["usage"] == first["usage"], "no token may come from the cache"
     assert same["stillroom"]["reuse"]["segments"] == [
         one | {"chunk_id": other["chunk_id"]}
         for one, other in zip(
@@ -76,7 +76,7 @@ def test_what_one_tenant_adds_and_asks_shows_nowhere_to_another(clients: dict[st
         assert tenant.get("/metrics").status_code == 403
 
 
-def test_raw_prompts_cross_no_tenant_either(clients: dict[str, httpx.Client]) -> None:
+def test_raw_prompts_share_no_kv_between_tenants(clients: dict[str, httpx.Client]) -> None:
     prompt = {"prompt": " ".join([QUESTION] * 30), "max_tokens": 1}
 
     def cached(tenant: str) -> int:
@@ -87,31 +87,31 @@ def test_raw_prompts_cross_no_tenant_either(clients: dict[str, httpx.Client]) ->
     assert cached("sales") == 0 < cached("sales")
 
 
-def test_a_tenant_whose_folder_is_deleted_while_it_is_open_gets_an_empty_one(tmp_path: Path) -> None:
+def test_deleted_tenant_folder_is_replaced_by_an_empty_one(tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as own:
-        house = Tenants(own, tmp_path / "tenants")
-        old = house.stillroom("legal")
+        tenants = Tenants(own, tmp_path / "tenants")
+        old = tenants.stillroom("legal")
         old.upload([("a.md", io.BytesIO(PEOPLE.encode()))])
-        assert house.is_open("legal") and house.stillroom("legal") is old
+        assert tenants.is_open("legal") and tenants.stillroom("legal") is old
         shutil.rmtree(tmp_path / "tenants" / "legal")
-        assert not house.is_open("legal")
-        new = house.stillroom("legal")
-        assert new is not old and new.num_documents == 0 and house.stillroom("legal") is new
-        house.close()
+        assert not tenants.is_open("legal")
+        new = tenants.stillroom("legal")
+        assert new is not old and new.num_documents == 0 and tenants.stillroom("legal") is new
+        tenants.close()
         shutil.rmtree(tmp_path / "kb")
         assert not own.is_there and not own.is_ready
 
 
-def test_a_tenant_goes_on_after_its_folder_was_deleted_and_nothing_of_the_old_one_is_kept(tmp_path: Path) -> None:
-    """Its own request is the first that notices, and it had uploaded before."""
+def test_tenant_continues_without_old_data_after_its_folder_was_deleted(tmp_path: Path) -> None:
+    """The tenant has uploaded before, and its own request is the first to notice."""
     path = tmp_path / "keys.json"
     key = add(path, "key-of-legal", "legal")
     document = {"documents": [{"name": "people.md", "text": PEOPLE}]}
     config = StillroomConfig(reuse=ReuseConfig(load="always"), speculation=SpeculationConfig(mode="off"))
     with Stillroom.open(tmp_path / "kb", config=config) as own:
-        house = Tenants(own, tmp_path / "tenants")
+        tenants = Tenants(own, tmp_path / "tenants")
         with (
-            serving(own, tenants=house, keys=KeyRing(path)) as url,
+            serving(own, tenants=tenants, keys=KeyRing(path)) as url,
             httpx.Client(base_url=url, headers=bearer(key), timeout=120) as client,
         ):
             assert client.post("/v1/documents", json=document).status_code == 200
@@ -123,11 +123,11 @@ def test_a_tenant_goes_on_after_its_folder_was_deleted_and_nothing_of_the_old_on
             until(lambda: not len(backend.cache.tree))
             assert client.post("/v1/documents", json=document).status_code == 200
             assert client.post("/v1/chat/completions", json=ASKED).json()["choices"][0]["message"]["content"] == ANSWER
-        house.close()
+        tenants.close()
 
 
-def test_what_a_client_changes_goes_before_the_completion_of_killed_uploads(tmp_path: Path) -> None:
-    """The completion would take for ever; it is cancelled, and begins again afterwards."""
+def test_client_changes_precede_the_completion_of_interrupted_uploads(tmp_path: Path) -> None:
+    """The completion would never end; it is cancelled, and starts again afterwards."""
     begun: list[Cancellation] = []
 
     def complete(stop: Cancellation) -> int:

@@ -72,8 +72,6 @@ HELP = help_text(
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """Output options."""
-
     as_json: bool
     is_quiet: bool
     is_series: bool

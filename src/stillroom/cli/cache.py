@@ -82,7 +82,6 @@ def verify(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False, quiet: QuietO
 
 
 def sweep_records(kb: Path) -> "SweepReport":
-    """Remove the KV of documents and tenants that no longer exist."""
     from stillroom.rag.kv_sweep import sweep_kv
 
     _folder(kb)
@@ -90,7 +89,6 @@ def sweep_records(kb: Path) -> "SweepReport":
 
 
 def show_swept(swept: "SweepReport") -> None:
-    """Print the number of records that a sweep removed, if any."""
     if swept.num_removed:
         line(f"removed {count(swept.num_removed, 'record')} of documents or tenants that no longer exist")
 

@@ -35,31 +35,17 @@ HELP = help_text(
 def calibrate(  # noqa: PLR0913  one parameter per flag
     model: ModelOption = None,
     kb: KbOption = DEFAULT_KB,
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, metavar="N", help="Number of runs of each measurement.")
-    ] = 5,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, metavar="N", help="Runs of each measurement.")] = 5,
     quality: Annotated[
         float | None,
         typer.Option(
-            "--quality",
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="Share of a full prefill's quality to reach, such as 0.95.",
+            "--quality", min=0.0, max=1.0, metavar="SHARE", help="Share of a full prefill's quality to reach."
         ),
     ] = None,
     questions: Annotated[
-        Path | None,
-        typer.Option(
-            "--questions",
-            metavar="FILE",
-            exists=True,
-            help="Questions for --quality, in the format of `bench quality`.",
-        ),
+        Path | None, typer.Option("--questions", metavar="FILE", exists=True, help="Questions, as for `bench quality`.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", min=1, metavar="N", help="Largest number of questions.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, metavar="N", help="Most questions to ask.")] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

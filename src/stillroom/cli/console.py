@@ -76,7 +76,6 @@ def writing() -> Iterator[None]:
 
 
 def line(text: str = "") -> None:
-    """Write a line of a result, and flush."""
     write(text + "\n")
 
 
@@ -86,7 +85,6 @@ def print_json(payload: Any, *, indent: int | None = 2) -> None:
 
 
 def note(text: str) -> None:
-    """Write a line to stderr."""
     begin_note()
     print(printable(text), file=sys.stderr, flush=True)
 
@@ -126,7 +124,6 @@ def _as_json(payload: Any, stream: TextIO | None, indent: int | None = None) -> 
 
 
 def text_width() -> int:
-    """Return the number of columns for running text."""
     return min(shutil.get_terminal_size().columns, _MAX_WIDTH)
 
 

@@ -133,7 +133,6 @@ def _name(source: dict[str, Any]) -> str:
 
 
 def _describe(source: dict[str, Any]) -> str:
-    """Describe a source: rank, place and scores."""
     where = _name(source)
     scores = ", ".join(f"{name} {score:.4f}" for name, score in source["scores"].items())
     return f"{source['position']}. {where}  score {source['score']:.4f}" + (f" ({scores})" if scores else "")

@@ -43,29 +43,15 @@ REMOVE_HELP = help_text(
 @app.command("add", help=ADD_HELP)
 def add(  # noqa: PLR0913  one parameter per flag
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, shown in the server's log.")],
-    tenant: Annotated[
-        str, typer.Option("--tenant", metavar="TENANT", help="Tenant whose documents the key can use.")
-    ] = "default",
+    tenant: Annotated[str, typer.Option("--tenant", metavar="TENANT", help="Tenant of the key.")] = "default",
     operator: Annotated[
         bool, typer.Option("--operator", help="Also allow /metrics, which covers all tenants.")
     ] = False,
     requests_per_minute: Annotated[
-        int | None,
-        typer.Option(
-            "--requests-per-minute",
-            min=0,
-            metavar="N",
-            help="Requests per minute; 0: no limit; default: the server's setting.",
-        ),
+        int | None, typer.Option("--requests-per-minute", min=0, metavar="N", help="Requests per minute; 0: no limit.")
     ] = None,
     max_concurrent: Annotated[
-        int | None,
-        typer.Option(
-            "--max-concurrent",
-            min=0,
-            metavar="N",
-            help="Concurrent requests; 0: no limit; default: the server's setting.",
-        ),
+        int | None, typer.Option("--max-concurrent", min=0, metavar="N", help="Concurrent requests; 0: no limit.")
     ] = None,
     keys: KeysOption = None,
     config: ConfigOption = None,

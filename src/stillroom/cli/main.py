@@ -180,7 +180,6 @@ def _is_debugging() -> bool:
 
 
 def _explain(error: BaseException) -> tuple[str, str, int]:
-    """Return an error's type, message and exit code."""
     if isinstance(error, StillroomError):
         return type(error).__name__, str(error), kind_of(error).exit_code
     format_message = getattr(error, "format_message", None)

@@ -108,8 +108,7 @@ WhereOption = Annotated[
     ),
 ]
 TopKOption = Annotated[
-    int | None,
-    typer.Option("--top-k", "-k", min=1, metavar="N", help="Number of chunks; default: the setting (5)."),
+    int | None, typer.Option("--top-k", "-k", min=1, metavar="N", help="Number of chunks; default: the setting (5).")
 ]
 
 

@@ -55,19 +55,12 @@ SizeOption = str | None
 
 def plan(  # noqa: PLR0913  one parameter per flag
     slo_ttft: Annotated[
-        str,
-        typer.Option(
-            "--slo-ttft", metavar="TIME", help="Target for the time to the first token, search included, such as 300ms."
-        ),
+        str, typer.Option("--slo-ttft", metavar="TIME", help="Target time to the first token, search included.")
     ],
     percentile: Annotated[
         float,
         typer.Option(
-            "--slo-percentile",
-            min=1.0,
-            max=100.0,
-            metavar="P",
-            help="Percentage of requests that must meet the target.",
+            "--slo-percentile", min=1.0, max=100.0, metavar="P", help="Share of requests that must meet it, in %."
         ),
     ] = 95.0,
     rate: Annotated[float, typer.Option("--rate", min=1e-3, metavar="N", help="Requests per second.")] = 1.0,
@@ -89,9 +82,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     ] = None,
     questions: Annotated[
         Path | None,
-        typer.Option(
-            "--questions", metavar="FILE", exists=True, help="File of questions, one per line, as text or JSON."
-        ),
+        typer.Option("--questions", metavar="FILE", exists=True, help="Questions, one per line, as text or JSON."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -105,25 +96,17 @@ def plan(  # noqa: PLR0913  one parameter per flag
     zipf: Annotated[
         float,
         typer.Option(
-            "--zipf",
-            min=0.0,
-            max=4.0,
-            metavar="S",
-            help="Zipf exponent of the popularity of questions that occur once; 0: equally popular.",
+            "--zipf", min=0.0, max=4.0, metavar="S", help="Zipf exponent of the popularity of questions; 0: equal."
         ),
     ] = 0.8,
     requests: Annotated[
         int,
         typer.Option("--requests", min=1, metavar="N", help="Measured requests; as many run before them as warm-up."),
     ] = 300,
-    different: Annotated[
-        int, typer.Option("--different", min=2, metavar="N", help="Largest number of different questions.")
-    ] = 200,
+    different: Annotated[int, typer.Option("--different", min=2, metavar="N", help="Most different questions.")] = 200,
     answer_tokens: Annotated[
         int | None,
-        typer.Option(
-            "--answer-tokens", min=1, metavar="N", help="Tokens per answer; default: as in the request log, or 64."
-        ),
+        typer.Option("--answer-tokens", min=1, metavar="N", help="Tokens per answer; default: as logged, or 64."),
     ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Write the plan to the settings file.")] = False,
     validate: Annotated[
@@ -216,7 +199,6 @@ def _budgets(
 
 
 def _apply(file: Path, found: "Plan", *, as_json: bool) -> list[dict[str, Any]]:
-    """Write the settings and print the changes."""
     from stillroom.config.edit import edit_file
     from stillroom.planner.splits import split_settings
 

@@ -21,7 +21,6 @@ _WIDTH = 34
 
 
 def show(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
-    """Print the plan."""
     _show_inputs(plan, inputs, questions, answer_tokens)
     line()
     _show_table(plan)
@@ -51,7 +50,6 @@ def _show_inputs(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts"
 
 
 def _show_table(plan: "Plan") -> None:
-    """Print the chosen split next to the current one."""
     columns: list[tuple[str, Option]] = [("planned", plan.chosen)]
     if plan.current is not None:
         columns.append(("now", plan.current))

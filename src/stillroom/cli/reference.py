@@ -36,7 +36,6 @@ with `STILLROOM_DEBUG=1` in the environment.
 
 
 def render() -> str:
-    """Return the page in Markdown."""
     sections = [_section(path, command) for path, command in commands()]
     return "\n".join([_HEAD, *sections])
 

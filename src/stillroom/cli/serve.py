@@ -114,7 +114,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
 
         if settings.server.access_log:
             logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
-        server.run_loading(lambda loading: served.load(access, loading), announce, settings.server)
+        server.run(lambda loading: served.load(access, loading), announce, settings.server)
         if server.is_loading:
             notify("stopped while loading")
             _end_process()
@@ -137,7 +137,6 @@ class _ServedApp:
         self.model_name = ""
 
     def load(self, access: "AccessConfig", loading: "Loading") -> "FastAPI":
-        """Open the knowledge base, load the model and build the application."""
         loading.step = "opening the knowledge base"
         from stillroom.server.app import create_app
         from stillroom.server.auth.tenants import Tenants

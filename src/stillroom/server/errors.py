@@ -76,8 +76,6 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Register the app's exception handlers."""
-
     async def on_stillroom_error(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 

@@ -52,14 +52,10 @@ class HttpServer:
 
     @property
     def is_loading(self) -> bool:
-        """Whether `load` is still running. Its thread may outlive `run_loading`."""
+        """Whether `load` is still running. Its thread may outlive `run`."""
         return self._server is not None and self._server.is_loading
 
-    def run(self, app: FastAPI, on_ready: Callable[[], None], settings: ServerConfig | None = None) -> None:
-        """Serve an application that is loaded already; see `run_loading`."""
-        self.run_loading(lambda _: app, on_ready, settings)
-
-    def run_loading(
+    def run(
         self, load: Callable[[Loading], FastAPI], on_ready: Callable[[], None], settings: ServerConfig | None = None
     ) -> None:
         """Accept connections, load the application, and serve until stopped.
@@ -145,7 +141,6 @@ class _DrainingServer(uvicorn.Server):
         self.app: FastAPI | None = None
         """None until it is loaded."""
         self.failure: BaseException | None = None
-        """Raised while loading."""
 
     def stop(self) -> None:
         """Begin to stop. Any thread or signal handler; a second call ends the grace period."""
@@ -172,7 +167,7 @@ class _DrainingServer(uvicorn.Server):
     def _load_in_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             ended = partial(self._begin, self._load())
-        except BaseException as error:  # raised again by `run_loading`
+        except BaseException as error:  # raised again by `run`
             ended = partial(self._fail, error)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server was stopped meanwhile
             loop.call_soon_threadsafe(ended)

@@ -1,4 +1,4 @@
-"""A browser for all tests, and a page on a server with a fake room."""
+"""A browser for all tests, and a page of a server with a fake Stillroom."""
 
 import os
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-@pytest.fixture(scope="package")  # not longer: its event loop would be in the way of other tests
+@pytest.fixture(scope="package")  # a session-wide event loop would disturb other tests
 def browser() -> Iterator["Browser"]:
     from playwright.sync_api import sync_playwright
 
-    # Chromium's sandbox cannot be had by root
+    # Chromium's sandbox does not work as root
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=arguments)
@@ -34,7 +34,7 @@ def url(stillroom: FakeStillroom) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: "Browser") -> Iterator["Page"]:
-    """A page that must neither log an error nor ask anybody but the server it came from."""
+    """A page that must log no errors and use no other server."""
     with browser.new_context(color_scheme="light", reduced_motion="reduce") as context:
         page = context.new_page()
         page.set_default_timeout(20_000)
@@ -44,6 +44,8 @@ def page(browser: "Browser") -> Iterator["Page"]:
         hosts: set[str] = set()
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
         yield page
-        expected = [text for text in complaints if "Failed to load resource" not in text]  # a status, which tests check
+        expected = [
+            text for text in complaints if "Failed to load resource" not in text
+        ]  # tests check statuses themselves
         assert not expected
-        assert len(hosts) <= 1, "works without a network"
+        assert len(hosts) <= 1, "the page must use no other server"

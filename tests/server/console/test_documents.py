@@ -1,4 +1,4 @@
-"""Documents in the console: uploads with their failures, deletions that ask, a page at a time; over a real room."""
+"""The Documents view: uploads with failures, confirmed deletion, paging; with a real knowledge base."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def real_room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+def real_stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     with Stillroom.open(tmp_path_factory.mktemp("documents") / "kb") as stillroom:
         yield stillroom
 
 
 @pytest.fixture
-def real_url(real_room: Stillroom) -> Iterator[str]:
-    with serving(real_room) as url:
+def real_url(real_stillroom: Stillroom) -> Iterator[str]:
+    with serving(real_stillroom) as url:
         yield f"{url}/#documents"
 
 
@@ -30,7 +30,7 @@ def file(name: str, content: str) -> dict[str, object]:
     return {"name": name, "mimeType": "application/octet-stream", "buffer": content.encode()}
 
 
-def test_an_upload_is_found_and_deleted_when_asked_twice(page: "Page", real_url: str, real_room: Stillroom) -> None:
+def test_upload_is_found_and_deleted_after_confirmation(page: "Page", real_url: str, real_stillroom: Stillroom) -> None:
     page.goto(real_url)
     page.wait_for_selector("#documents >> text=There are no documents yet.")
     files = [file("keys <b>.md", "# Keys\n\nRotate them twice a year.\n"), file("broken.jsonl", "{no record")]
@@ -41,21 +41,21 @@ def test_an_upload_is_found_and_deleted_when_asked_twice(page: "Page", real_url:
     assert page.inner_text("#upload-failures").startswith("broken.jsonl: ")
     assert page.inner_text("#documents tbody th b") == "keys <b>.md"
     assert page.inner_text("#documents-lead") == "1 document in this knowledge base."
-    assert real_room.search("rotate keys").results
+    assert real_stillroom.search("rotate keys").results
     assert page.inner_text("#serving").endswith(", 1 document")
 
     page.click("#documents .act button")
     assert page.inner_text("#delete-name") == "keys <b>.md"
-    page.keyboard.press("Enter")  # keeps it: nothing is lost by a hasty key
-    assert real_room.num_documents == 1
+    page.keyboard.press("Enter")  # Enter keeps the document
+    assert real_stillroom.num_documents == 1
     page.click("#documents .act button")
     page.click("#delete-form [value=delete]")
     page.wait_for_selector("text=keys <b>.md was deleted.")
-    assert real_room.num_documents == 0
+    assert real_stillroom.num_documents == 0
 
 
 @pytest.mark.slow
-def test_many_documents_come_a_page_at_a_time(page: "Page", real_url: str) -> None:
+def test_document_list_loads_page_by_page(page: "Page", real_url: str) -> None:
     page.route("**/v1/documents?limit=100*", lambda route: route.continue_(url=route.request.url.replace("100", "2")))
     page.goto(real_url)
     page.set_input_files("#files", [file(f"{name}.txt", f"About {name}.") for name in "abcde"])  # type: ignore[arg-type]

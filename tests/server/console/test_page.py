@@ -1,4 +1,4 @@
-"""The console in a real Chromium, over a fake room whose answers are known."""
+"""The console in Chromium, with a fake Stillroom."""
 
 import json
 import tomllib
@@ -27,7 +27,7 @@ def ask(page: "Page", question: str) -> None:
     page.press("#question", "Enter")
 
 
-def test_the_page_and_its_files_come_with_a_strict_policy(any_client: httpx.Client) -> None:
+def test_page_and_files_have_a_strict_content_policy(any_client: httpx.Client) -> None:
     page = any_client.get("/")
     names = [part.split('"')[0] for part in page.text.split('"console/')[1:]]
 
@@ -40,7 +40,7 @@ def test_the_page_and_its_files_come_with_a_strict_policy(any_client: httpx.Clie
     assert "style=" not in page.text and "<script>" not in page.text and "//" not in page.text.split("<body>")[0]
 
 
-def test_a_wheel_has_every_file_of_the_page() -> None:
+def test_wheel_contains_every_file_of_the_page() -> None:
     root = Path(__file__).resolve().parents[3]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["stillroom"]
     files = [
@@ -52,7 +52,7 @@ def test_a_wheel_has_every_file_of_the_page() -> None:
     assert all(any(file.match(pattern) for pattern in patterns) for file in page)
 
 
-def test_an_unchanged_file_is_not_sent_again(any_client: httpx.Client) -> None:
+def test_unchanged_file_is_304(any_client: httpx.Client) -> None:
     etag = any_client.get("/console/main.js").headers["etag"]
 
     again = any_client.get("/console/main.js", headers={"If-None-Match": etag})
@@ -61,19 +61,17 @@ def test_an_unchanged_file_is_not_sent_again(any_client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["index.html", "routes.py", "../routes.py", "..%2froutes.py", "%2e%2e/routes.py", ""])
-def test_no_other_file_can_be_had(any_client: httpx.Client, name: str) -> None:
+def test_other_files_are_404(any_client: httpx.Client, name: str) -> None:
     assert any_client.get(f"/console/{name}").status_code == 404
 
 
 @browser_test
-def test_an_answer_is_written_as_it_comes_with_its_sources_beside_it(
-    page: "Page", url: str, stillroom: FakeStillroom
-) -> None:
+def test_answer_streams_with_its_sources(page: "Page", url: str, stillroom: FakeStillroom) -> None:
     stillroom.gate.clear()
     page.goto(url)
     ask(page, "How do I rotate keys?")
 
-    page.wait_for_selector(".source")  # known before the first word
+    page.wait_for_selector(".source")  # shown before the first token
     assert page.get_attribute("#answer", "aria-busy") == "true" and page.inner_text("#answer") == ""
     stillroom.gate.set()
     page.wait_for_selector("#account .legend")
@@ -92,7 +90,7 @@ def test_an_answer_is_written_as_it_comes_with_its_sources_beside_it(
 
 
 @browser_test
-def test_what_documents_and_answers_hold_is_text(page: "Page", url: str, stillroom: FakeStillroom) -> None:
+def test_documents_and_answers_are_shown_as_text(page: "Page", url: str, stillroom: FakeStillroom) -> None:
     stillroom.texts = {f"docs/{HOSTILE.replace('/', '')}.md": HOSTILE}
     page.goto(url)
     ask(page, HOSTILE)
@@ -106,7 +104,7 @@ def test_what_documents_and_answers_hold_is_text(page: "Page", url: str, stillro
 
 
 @browser_test
-def test_the_browser_runs_no_script_but_the_page_s_own(browser: "Browser", url: str) -> None:
+def test_browser_runs_only_the_pages_own_scripts(browser: "Browser", url: str) -> None:
     page = browser.new_page()
     page.goto(url)
     blocked = page.evaluate(
@@ -129,7 +127,7 @@ def test_the_browser_runs_no_script_but_the_page_s_own(browser: "Browser", url: 
 
 
 @browser_test
-def test_stopping_frees_what_the_answer_held(page: "Page", url: str, stillroom: FakeStillroom) -> None:
+def test_stop_button_frees_the_answers_blocks(page: "Page", url: str, stillroom: FakeStillroom) -> None:
     stillroom.gate.clear()
     page.goto(url)
     ask(page, "How do I rotate keys?")
@@ -145,9 +143,7 @@ def test_stopping_frees_what_the_answer_held(page: "Page", url: str, stillroom: 
 
 @browser_test
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_a_refusal_is_shown_in_the_server_s_words(
-    page: "Page", url: str, stillroom: FakeStillroom, is_begun: bool
-) -> None:
+def test_error_message_of_the_server_is_shown(page: "Page", url: str, stillroom: FakeStillroom, is_begun: bool) -> None:
     if is_begun:
         stillroom.fails_at, stillroom.failure = "rotate", QueueFullError("<b>as many</b> wait as may", 3.0)
     else:
@@ -162,7 +158,7 @@ def test_a_refusal_is_shown_in_the_server_s_words(
 
 
 @browser_test
-def test_the_form_s_options_reach_the_server(page: "Page", url: str, stillroom: FakeStillroom) -> None:
+def test_form_options_reach_the_server(page: "Page", url: str, stillroom: FakeStillroom) -> None:
     page.goto(url)
     page.click("text=Options")
     page.fill("#top-k", "3")
@@ -177,9 +173,7 @@ def test_the_form_s_options_reach_the_server(page: "Page", url: str, stillroom: 
 
 
 @browser_test
-def test_an_option_that_is_not_possible_is_shown_where_the_options_are_closed(
-    page: "Page", url: str, stillroom: FakeStillroom
-) -> None:
+def test_invalid_option_opens_the_closed_options(page: "Page", url: str, stillroom: FakeStillroom) -> None:
     page.goto(url)
     page.click("text=Options")
     page.fill("#top-k", "200")
@@ -191,7 +185,7 @@ def test_an_option_that_is_not_possible_is_shown_where_the_options_are_closed(
 
 
 @browser_test
-def test_a_conversation_goes_on_only_if_somebody_says_so(page: "Page", url: str) -> None:
+def test_conversation_continues_only_if_chosen(page: "Page", url: str) -> None:
     sent: list[list[dict[str, str]]] = []
 
     def note(request: "Request") -> None:
@@ -216,7 +210,7 @@ def test_a_conversation_goes_on_only_if_somebody_says_so(page: "Page", url: str)
 
 
 @browser_test
-def test_everything_can_be_reached_and_done_with_the_keyboard(page: "Page", url: str) -> None:
+def test_all_functions_work_with_the_keyboard(page: "Page", url: str) -> None:
     page.goto(url)
     page.keyboard.type("keys?")
     page.keyboard.press("Shift+Enter")
@@ -224,7 +218,7 @@ def test_everything_can_be_reached_and_done_with_the_keyboard(page: "Page", url:
     page.wait_for_selector("#account .legend")
     page.reload()
     order: list[str] = []
-    while "question" not in order and len(order) < 20:  # from the field, where it begins, around and back to it
+    while "question" not in order and len(order) < 20:  # from the question field around to itself
         page.keyboard.press("Tab")
         order.append(page.evaluate("document.activeElement.getAttribute('id') || document.activeElement.textContent"))
 
@@ -238,7 +232,7 @@ def test_everything_can_be_reached_and_done_with_the_keyboard(page: "Page", url:
 
 
 @browser_test
-def test_the_theme_follows_the_system_until_somebody_chooses(page: "Page", url: str) -> None:
+def test_theme_follows_the_system_until_chosen(page: "Page", url: str) -> None:
     page.goto(url)
 
     def paper() -> str:
@@ -257,9 +251,7 @@ def test_the_theme_follows_the_system_until_somebody_chooses(page: "Page", url: 
 
 
 @browser_test
-def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(
-    page: "Page", stillroom: FakeStillroom, tmp_path: Path
-) -> None:
+def test_key_is_requested_sent_and_dropped_with_the_tab(page: "Page", stillroom: FakeStillroom, tmp_path: Path) -> None:
     key, row = new_key("reader", "default")
     with edit_keys(tmp_path / "keys.json") as rows:
         rows["reader"] = row
@@ -284,7 +276,7 @@ def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(
 
 @browser_test
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), pytest.param(1280, "light", marks=pytest.mark.slow)])
-def test_no_barriers_and_nothing_sideways(page: "Page", url: str, width: int, scheme: str) -> None:
+def test_page_is_accessible_and_does_not_scroll_sideways(page: "Page", url: str, width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Past questions: the routes, and the views of a real answer in a real browser."""
+"""Past questions: routes and views, with a real answer."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a server that was asked the same question twice, the bundled model's."""
+    """Address of a server with the bundled model that was asked one question twice."""
     folder = tmp_path_factory.mktemp("console")
     with Stillroom.open(folder / "kb") as stillroom:
         stillroom.add(write_knowledge(folder / "docs"))
@@ -26,7 +26,7 @@ def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield url
 
 
-def test_the_list_and_one_of_it(real_url: str) -> None:
+def test_list_and_record_of_past_questions(real_url: str) -> None:
     listed = httpx.get(f"{real_url}/v1/requests", params={"limit": 1}).json()
     (latest,) = listed
 
@@ -48,14 +48,14 @@ def test_the_list_and_one_of_it(real_url: str) -> None:
         ("requests?limit=9999", 400, "invalid_value"),
     ],
 )
-def test_what_is_not_there_is_said_so(any_client: httpx.Client, path: str, status: int, code: str) -> None:
+def test_unknown_requests_are_404(any_client: httpx.Client, path: str, status: int, code: str) -> None:
     response = any_client.get(f"/v1/{path}")
 
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
 
 
 @pytest.mark.browser
-def test_the_timeline_and_the_origin_of_each_part(page: "Page", real_url: str) -> None:
+def test_timeline_and_prompt_parts_are_shown(page: "Page", real_url: str) -> None:
     page.goto(f"{real_url}/#requests")
     page.click("#requests tbody tr:first-child a")
     page.wait_for_selector("#request .legend")
@@ -72,7 +72,7 @@ def test_the_timeline_and_the_origin_of_each_part(page: "Page", real_url: str) -
 
 
 @pytest.mark.browser
-def test_an_earlier_question_is_asked_again_and_the_figures_move(page: "Page", real_url: str) -> None:
+def test_recent_question_can_be_asked_again_and_live_figures_change(page: "Page", real_url: str) -> None:
     page.goto(real_url)
     page.click(f"#earlier-list >> text={QUESTION}")
     page.wait_for_selector("#account .legend")
@@ -86,9 +86,9 @@ def test_an_earlier_question_is_asked_again_and_the_figures_move(page: "Page", r
 
 
 @pytest.mark.browser
-def test_live_figures_of_a_server_that_is_gone_are_called_old(page: "Page", real_url: str) -> None:
+def test_live_figures_of_an_unreachable_server_are_marked_old(page: "Page", real_url: str) -> None:
     page.clock.install(time=0)
-    page.clock.pause_at(1000)  # no reading but those of this test
+    page.clock.pause_at(1000)  # only this test advances the clock
     page.goto(f"{real_url}/#live")
     page.wait_for_selector(".tile")
     before = page.inner_text("#live")
@@ -102,9 +102,9 @@ def test_live_figures_of_a_server_that_is_gone_are_called_old(page: "Page", real
 
 
 @pytest.mark.browser
-def test_live_figures_are_of_the_last_two_minutes_only(page: "Page", real_url: str) -> None:
+def test_live_figures_cover_the_last_two_minutes(page: "Page", real_url: str) -> None:
     page.clock.install(time=0)
-    page.clock.pause_at(1000)  # it stands still but for what follows
+    page.clock.pause_at(1000)  # only this test advances the clock
     page.goto(f"{real_url}/#live")
     page.wait_for_selector("text=measured from now on")
     page.clock.run_for(2000)
@@ -112,12 +112,12 @@ def test_live_figures_are_of_the_last_two_minutes_only(page: "Page", real_url: s
     httpx.post(f"{real_url}/v1/chat/completions", json={"messages": [{"role": "user", "content": QUESTION}]})
     page.clock.run_for(2000)
     page.wait_for_selector("text=mean of 1 in 4 seconds")
-    page.clock.fast_forward(180_000)  # as a tab that nobody looks at
+    page.clock.fast_forward(180_000)  # as in a hidden tab
     page.wait_for_selector("text=measured from now on")
 
 
 @pytest.mark.browser
-def test_a_request_that_is_not_remembered(page: "Page", real_url: str) -> None:
+def test_unknown_request_shows_an_error(page: "Page", real_url: str) -> None:
     page.goto(f"{real_url}/#requests/req-<b>unknown")
     page.wait_for_selector("#request [role=alert]")
 

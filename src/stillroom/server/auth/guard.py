@@ -40,8 +40,6 @@ OPERATOR_PATHS: tuple[str, ...] = ("/metrics",)
 
 
 class Guard:
-    """ASGI middleware that authenticates each request."""
-
     def __init__(
         self, app: ASGIApp, tenants: Tenants, keys: KeyRing | None = None, hosts: Collection[str] | None = None
     ) -> None:
@@ -165,8 +163,6 @@ def _forbidden(message: str, code: str) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AccessConfig:
-    """Checked settings of keys and tenants."""
-
     keys: KeyRing | None
     tenants_folder: Path | None
     warnings: tuple[str, ...] = ()

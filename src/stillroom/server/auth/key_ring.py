@@ -40,8 +40,6 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One row of the file."""
-
     name: str
     """Shown in the log."""
     tenant: str
@@ -74,7 +72,6 @@ def new_key(name: str, tenant: str, **options: Any) -> tuple[str, ApiKey]:
 
 
 def check_name(what: str, text: str) -> None:
-    """Raises UsageError."""
     if not _NAME.fullmatch(text):
         raise UsageError(
             f"{text!r} is not a {what} name; use 1 to 63 of a-z, 0-9, '-' and '_', beginning with a letter or digit"

@@ -38,8 +38,6 @@ NO_TENANTS_FOLDER = "there is no folder for their knowledge bases; name one: --t
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request."""
-
     name: str
     """Name of the key; shown in the log."""
     tenant: str

@@ -59,7 +59,6 @@ class _File:
 
 
 def router() -> APIRouter:
-    """Return the routes of the page, its files and past questions."""
     static = _read_files()
     router = APIRouter()
 

@@ -18,8 +18,6 @@ _UNKNOWN_PACE = 4
 
 
 class AdmissionControl:
-    """The slots of one server."""
-
     def __init__(self, num_slots: int, max_waiting: int, max_wait_s: float, clock: Clock) -> None:
         """
         Args:

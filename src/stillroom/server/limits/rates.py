@@ -51,7 +51,6 @@ class Bucket:
         return max(0.0, (1 - self.level) * 60 / self.per_minute)
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's rate-limit headers."""
         return {
             "x-ratelimit-limit-requests": str(self.per_minute),
             "x-ratelimit-remaining-requests": str(max(0, math.floor(self.level))),
@@ -60,8 +59,6 @@ class Bucket:
 
 
 class Limits:
-    """ASGI middleware that enforces the limits of each caller."""
-
     def __init__(
         self, app: ASGIApp, config: ServerConfig, admission: AdmissionControl, metrics: Metrics, clock: Clock
     ) -> None:
@@ -188,8 +185,6 @@ def _cancels(scope: Scope) -> bool:
 
 
 class _Slot:
-    """The admission slot of one request."""
-
     def __init__(self, admission: AdmissionControl, metrics: Metrics, tenant: str) -> None:
         self._admission = admission
         self._metrics = metrics

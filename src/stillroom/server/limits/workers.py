@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 
 class Cancellable(Protocol):
-    """Work that can be cancelled."""
-
     def cancel(self) -> None: ...
 
 

@@ -48,8 +48,6 @@ class UploadProgress:
 
 
 class Job:
-    """One upload, queued, running or finished."""
-
     def __init__(self, change: QueuedChange[list[UploadResult]], progress: UploadProgress, clock: Clock) -> None:
         self.id = f"job-{uuid.uuid4().hex}"
         self.change = change

@@ -42,8 +42,6 @@ class JsonRoute(APIRoute):
 
 
 class _Parsed(Request):
-    """A request with its parsed body."""
-
     def __init__(self, request: Request, body: bytes, parsed: Any) -> None:
         super().__init__(request.scope, request.receive)
         self._body = body

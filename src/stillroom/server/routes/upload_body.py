@@ -42,8 +42,6 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files and metadata of one request."""
-
     files: Sequence[tuple[str, BinaryIO]]
     metadata: Mapping[str, Any] | None
 

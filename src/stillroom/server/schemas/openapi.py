@@ -92,8 +92,6 @@ _EXAMPLES: dict[str, dict[str, Document]] = {
 
 
 def install(app: FastAPI, *, asks_for_keys: bool) -> None:
-    """Make the app serve this document."""
-
     def document() -> Document:
         if app.openapi_schema is None:
             app.openapi_schema = describe(app, asks_for_keys=asks_for_keys)

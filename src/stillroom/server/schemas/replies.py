@@ -12,8 +12,6 @@ from stillroom.rag.answer import ReuseReport, Source, SpeculationReport, Timing
 
 
 class ErrorDetail(BaseModel):
-    """One error: what is wrong, and what to do."""
-
     message: str
     type: str
     param: str | None
@@ -142,8 +140,6 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """A complete reply."""
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -244,8 +240,6 @@ class Health(BaseModel):
 
 
 class DocumentObject(BaseModel):
-    """A document of the knowledge base."""
-
     id: str
     object: Literal["document"] = "document"
     status: Literal["indexed", "not_indexed"] = "indexed"
@@ -295,8 +289,6 @@ class DocumentDeleted(BaseModel):
 
 
 class UploadedFile(BaseModel):
-    """Result of one file of an upload."""
-
     name: str
     status: Literal["added", "updated", "unchanged", "failed"]
     documents: list[DocumentObject]
@@ -306,8 +298,6 @@ class UploadedFile(BaseModel):
 
 
 class JobProgress(BaseModel):
-    """Progress of an upload."""
-
     num_files_done: int
     num_files_total: int
     num_bytes_done: int

@@ -143,15 +143,12 @@ class ResponseFormat(Body):
 
     @property
     def schema_to_enforce(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for free text."""
         if self.type == "json_schema":
             return (self.json_schema or JsonSchema()).schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class GenerationRequest(Body):
-    """Fields of both kinds of completion."""
-
     model: str | None = None
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -186,7 +183,6 @@ class GenerationRequest(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage event."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -243,8 +239,6 @@ class SearchRequest(SearchOptions):
 
 
 class DocumentText(Body):
-    """A document to upload, as text."""
-
     model_config = ConfigDict(extra="forbid")
 
     name: Text
@@ -253,8 +247,6 @@ class DocumentText(Body):
 
 
 class DocumentsRequest(Body):
-    """Body of an upload as JSON."""
-
     model_config = ConfigDict(extra="forbid")
 
     documents: Annotated[list[DocumentText], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)]

@@ -1,4 +1,4 @@
-"""Clients that leave, and a server that is stopped while it answers."""
+"""Clients that disconnect, and a server that is stopped while it answers."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ from tests.server.harness import QUESTION, events, running
 
 @contextmanager
 def streaming(url: str) -> Iterator[Iterator[str]]:
-    """The lines of a stream that has begun."""
+    """Yield the lines of a stream that has begun."""
     request = QUESTION | {"stream": True}
     with (
         httpx.Client(timeout=20) as client,
@@ -34,7 +34,7 @@ def refuses(port: int) -> bool:
         return attempt.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_client_that_leaves_a_stream_frees_its_blocks(client: httpx.Client, stillroom: FakeStillroom) -> None:
+def test_disconnect_from_a_stream_frees_its_blocks(client: httpx.Client, stillroom: FakeStillroom) -> None:
     stillroom.gate.clear()
     with streaming(str(client.base_url)):
         assert stillroom.num_free_blocks == NUM_BLOCKS - 1
@@ -42,9 +42,7 @@ def test_client_that_leaves_a_stream_frees_its_blocks(client: httpx.Client, stil
     until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
 
 
-def test_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(
-    client: httpx.Client, stillroom: FakeStillroom
-) -> None:
+def test_disconnect_before_a_complete_answer_frees_its_blocks(client: httpx.Client, stillroom: FakeStillroom) -> None:
     stillroom.gate.clear()
 
     with pytest.raises(httpx.ReadTimeout):
@@ -69,7 +67,7 @@ def test_stopping_waits_for_a_stream_to_end(stillroom: FakeStillroom) -> None:
 
 
 @pytest.mark.parametrize("is_twice", [False, True])
-def test_a_stream_that_outlasts_the_grace_ends_with_a_clear_last_event(is_twice: bool) -> None:
+def test_stream_that_outlasts_the_grace_period_ends_with_an_error_event(is_twice: bool) -> None:
     config = StillroomConfig(server=ServerConfig(grace_s=60.0 if is_twice else 0.2))
     stillroom = FakeStillroom(config=config)
     stillroom.gate.clear()
@@ -84,7 +82,7 @@ def test_a_stream_that_outlasts_the_grace_ends_with_a_clear_last_event(is_twice:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_an_upload_that_outlasts_the_grace_is_completed_and_one_that_waits_never_begins(
+def test_running_upload_outlasts_the_grace_period_and_a_waiting_one_never_begins(
     is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(grace_s=0.2)))

@@ -1,4 +1,4 @@
-"""Documents of tenants who have not asked since the server started."""
+"""Document counts of tenants that have sent no request since the server's start."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.server.knowledge import write_knowledge
 
 @pytest.fixture
 def tenants(tmp_path: Path) -> Tenants:
-    """A house whose tenant `legal` has two documents."""
+    """Tenants of which `legal` has two documents."""
     with Stillroom.open(tmp_path / "tenants" / "legal") as stillroom:
         stillroom.add(write_knowledge(tmp_path / "docs"))
     return Tenants(as_stillroom(FakeStillroom()), tmp_path / "tenants")
@@ -28,12 +28,12 @@ def add_one(tmp_path: Path, name: str) -> None:
         stillroom.add(tmp_path / f"{name}.txt")
 
 
-def test_metrics_tell_of_them(tenants: Tenants) -> None:
+def test_metrics_include_inactive_tenants(tenants: Tenants) -> None:
     with serving(tenants.default, tenants=tenants) as url:
         assert "stillroom_documents 2.0" in httpx.get(f"{url}/metrics").text
 
 
-def test_what_is_added_meanwhile_is_counted_and_nothing_else_read_again(
+def test_only_changed_corpora_are_counted_again(
     tenants: Tenants, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[Path] = []
@@ -54,7 +54,7 @@ def test_what_is_added_meanwhile_is_counted_and_nothing_else_read_again(
     assert len(counted) == 3
 
 
-def test_what_is_no_knowledge_base_or_damaged_is_left_out(tenants: Tenants, tmp_path: Path) -> None:
+def test_damaged_and_foreign_folders_are_left_out(tenants: Tenants, tmp_path: Path) -> None:
     for name, content in (("damaged", b"no database" * 100), ("empty", b"")):
         (tmp_path / "tenants" / name).mkdir()
         (tmp_path / "tenants" / name / CORPUS).write_bytes(content)
@@ -65,12 +65,12 @@ def test_what_is_no_knowledge_base_or_damaged_is_left_out(tenants: Tenants, tmp_
     assert InactiveTenantCounts(Tenants(tenants.default))() == {}
 
 
-def test_who_has_asked_tells_himself(tenants: Tenants, tmp_path: Path) -> None:
+def test_active_tenants_are_counted_once(tenants: Tenants, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb") as stillroom:
-        house = Tenants(stillroom, tmp_path / "tenants")
-        stillroom.metrics.watch_corpora("tenants", InactiveTenantCounts(house))
+        tenants = Tenants(stillroom, tmp_path / "tenants")
+        stillroom.metrics.watch_corpora("tenants", InactiveTenantCounts(tenants))
         assert b"stillroom_documents 2.0" in stillroom.metrics.render()
-        house.stillroom("legal")
-        assert InactiveTenantCounts(house)() == {}
+        tenants.stillroom("legal")
+        assert InactiveTenantCounts(tenants)() == {}
         assert b"stillroom_documents 2.0" in stillroom.metrics.render()
-        house.close()
+        tenants.close()
