@@ -1,4 +1,4 @@
-"""`calibrate --quality` measures what will be used: every configured setting that answers depend on."""
+"""Tests that `calibrate --quality` measures with every configured setting that answers depend on."""
 
 import json
 from dataclasses import fields, replace
@@ -23,7 +23,7 @@ ROWS = [
         "answer": "Ceckis Glass",
     },
 ]
-"""Focus chooses among three documents and more."""
+"""Four chunks, because focus selects only among three or more."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def test_documents_out_of_the_configured_focus_are_not_repaired(questions: Path) -> None:
+def test_documents_outside_the_configured_focus_are_not_recomputed(questions: Path) -> None:
     shares = []
     for window in (0, 1):
         scope = QualityScope(questions, reuse=ReuseConfig(focus_window=window), alphas=(1.0,), max_tokens=2)
@@ -44,11 +44,11 @@ def test_documents_out_of_the_configured_focus_are_not_repaired(questions: Path)
 OTHER_VALUES = {"scheduling": "cache_first", "dtype": "bfloat16", "weights": "int8", "mode": "off", "policy": "lru"}
 OTHER_VALUES |= {"recompute_budget": "cfo", "token_selector": "first", "preload": "layers", "load": "measured"}
 OVERRIDDEN = {"kv_bytes", "mode", "audit_share", "load", "host_bytes", "disk_bytes"}
-"""Where KV is kept and whether it is used: a calibration places every document, and keeps nothing."""
+"""Settings of KV storage that a calibration overrides, because it places every document."""
 
 
 @pytest.mark.parametrize("section", ["runtime", "reuse"])
-def test_every_other_setting_reaches_the_engine_that_is_measured(section: str) -> None:
+def test_every_other_setting_reaches_the_measured_engine(section: str) -> None:
     default: Any = RuntimeConfig() if section == "runtime" else ReuseConfig()
     for field in fields(default):
         value = getattr(default, field.name)

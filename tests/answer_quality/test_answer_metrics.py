@@ -1,4 +1,4 @@
-"""Answer metrics: values by hand, and slow twins that enumerate."""
+"""Tests answer metrics against hand-computed values and brute-force implementations."""
 
 from itertools import combinations
 
@@ -17,12 +17,14 @@ from stillroom.answer_quality.answer_metrics import (
 words = st.lists(st.sampled_from(["a", "b", "c", "the", "D"]), max_size=7)
 
 
-def test_by_hand() -> None:
+def test_metrics_equal_hand_computed_values() -> None:
     assert normalised("  The Eiffel-Tower, (an) ICON!") == "eiffeltower icon"
     assert exact_match("the Beatles.", ["Beatles", "x"]) == 1.0 and exact_match("Beatle", ["Beatles"]) == 0.0
     assert word_f1("in May 1998", ["May 18, 1998"]) == pytest.approx(2 * 2 / (3 + 3))
-    assert word_f1("b b c", ["b c c d"]) == pytest.approx(2 * 2 / (3 + 4)), "each as often as both have it"
-    assert word_f1("the", ["a"]) == 1.0 and word_f1("the", ["b"]) == 0.0, "nothing is left of articles"
+    assert word_f1("b b c", ["b c c d"]) == pytest.approx(2 * 2 / (3 + 4)), (
+        "a repeated word counts as often as both texts have it"
+    )
+    assert word_f1("the", ["a"]) == 1.0 and word_f1("the", ["b"]) == 0.0, "articles are removed"
     assert rouge_l("police killed the gunman", ["police kill the gunman"]) == pytest.approx(3 / 4), "Lin 2004, S2"
     assert rouge_l("the gunman kill police", ["police kill the gunman"]) == pytest.approx(2 / 4), "Lin 2004, S3"
     assert rouge_l("a b c d e", ["a c e", "z"]) == pytest.approx(2 * 3 / (5 + 3))
@@ -30,7 +32,7 @@ def test_by_hand() -> None:
 
 
 @given(words, words)
-def test_the_longest_common_subsequence_is_the_longest_of_all(one: list[str], two: list[str]) -> None:
+def test_longest_common_subsequence_matches_enumeration(one: list[str], two: list[str]) -> None:
     def subsequences(of: list[str]) -> set[tuple[str, ...]]:
         return {chosen for size in range(len(of) + 1) for chosen in combinations(of, size)}
 
@@ -41,7 +43,7 @@ def test_the_longest_common_subsequence_is_the_longest_of_all(one: list[str], tw
 
 
 @given(words, words)
-def test_f1_is_that_of_words_crossed_out_one_by_one(one: list[str], two: list[str]) -> None:
+def test_word_f1_matches_words_crossed_out_in_turn(one: list[str], two: list[str]) -> None:
     ours, theirs = ([word.lower() for word in side if word not in ("a", "the")] for side in (one, two))
     left, common = list(theirs), 0
     for word in ours:

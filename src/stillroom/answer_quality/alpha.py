@@ -1,4 +1,4 @@
-"""`stillroom calibrate --quality`: how much to compute again so that answers stay good enough (Cache-Craft Eq. 13)."""
+"""`stillroom calibrate --quality`: finds the least recomputation that keeps answer quality (Cache-Craft Eq. 13)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +15,21 @@ ALPHAS = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 @dataclass(frozen=True, slots=True)
 class AlphaChoice:
     cells: tuple[AlphaCell, ...]
-    """For each alpha, the mean share of placed tokens computed again, and the quality."""
+    """For each alpha, the mean share of placed tokens that is recomputed, and the quality."""
     alpha: float | None
-    """The one that computes least again among those that are good enough; None if none is."""
+    """Alpha with the least recomputation that reaches the desired quality; None if no alpha reaches it."""
     has_answers: bool
-    """Quality is right answers as a share of a full prefill's; without known answers, the share of answers that are
-    the full prefill's, token for token."""
+    """True: quality is the number of correct answers relative to a full prefill. False, where no accepted answers are
+    known: quality is the share of answers that equal the full prefill's token for token."""
 
 
 def find_alpha(
     scope: QualityScope, desired: float, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> AlphaChoice:
-    """Ask every question with every alpha of the scope, with all other options of its `reuse`.
+    """Answer every question with every alpha; all other reuse options stay as configured.
 
     Args:
-        desired: quality, as a share of a full prefill's.
+        desired: quality relative to a full prefill.
 
     Raises:
         UsageError, ModelError, ConfigError: as `run_quality`.
@@ -40,7 +40,7 @@ def find_alpha(
         for alpha, name in names.items()
     ]
     outcomes = ask_all(scope, scope.load(), arms, has_exact=False, on_progress=on_progress)
-    has_answers = fmean(one.is_right for one in outcomes[FULL]) > 0  # false for not a number
+    has_answers = fmean(one.is_right for one in outcomes[FULL]) > 0  # False for NaN
     cells = tuple(
         AlphaCell(
             alpha,

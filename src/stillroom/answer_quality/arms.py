@@ -1,4 +1,4 @@
-"""The ways of reuse that `stillroom bench quality` compares: Cache-Craft 5.1's baselines, later selectors, and ours."""
+"""Arms of `stillroom bench quality`: Cache-Craft 5.1's baselines, other token selectors, and Stillroom's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 
 FULL = "full prefill"
 PREFIX = "prefix cache"
-"""Exact reuse of the very same prompt."""
+"""Exact reuse of an identical prompt."""
 SET = "set cache"
-"""Exact reuse of the same documents in the order that they were kept in (Cache-Craft 5.1)."""
+"""Exact reuse of the same documents, reordered to match the cached order (Cache-Craft 5.1)."""
 NONE = "no recompute"
-"""Cache-Craft's FULL-CACHE: keys turned, nothing computed again."""
+"""Cache-Craft's FULL-CACHE: keys are rotated to their new positions, no token is recomputed."""
 OURS: TokenSelector = "question"
 SELECTORS: tuple[TokenSelector, ...] = get_args(TokenSelector)
 RATIOS = (0.05, 0.15, 0.3, 0.6)
@@ -26,12 +26,12 @@ class QualityArm:
 
 
 def arm_name(selector: TokenSelector, ratio: float) -> str:
-    """The name of a selector that may recompute this share of all placed tokens."""
+    """Return the arm name of a selector that recomputes `ratio` of all placed tokens."""
     return f"{selector} {100 * ratio:g}%"
 
 
 def alpha_name(selector: TokenSelector, alpha: float) -> str:
-    """Of a selector whose budget is each document's CFO."""
+    """Return the arm name of a selector whose budget is alpha times each document's CFO."""
     return f"{selector}, alpha {alpha:g}"
 
 
@@ -43,11 +43,12 @@ def quality_arms(
     focus_window: int = 0,
     has_unturned: bool = False,
 ) -> list[QualityArm]:
-    """No recompute, every selector with every budget, and what else is asked for.
+    """Return an arm without recomputation, one per selector and budget, and the optional arms.
 
     Args:
-        focus_window: also with Algorithm 1 over so many layers, for Cache-Craft's rule and ours; 0: not.
-        has_unturned: also with keys that stay as they stood (Table 3).
+        focus_window: adds arms with Cache-Craft's Algorithm 1 over this many layers, for the selectors `context` and
+            `question`; 0 adds none.
+        has_unturned: adds arms whose keys are not rotated (Cache-Craft Table 3).
     """
     arms = [QualityArm(NONE, AnywhereOptions(0.0, "first"))]
     arms += [QualityArm(arm_name(name, ratio), AnywhereOptions(ratio, name)) for ratio in ratios for name in selectors]

@@ -1,7 +1,7 @@
-"""Ask questions with and without reuse at any position, and judge the answers (Cache-Craft 5.2).
+"""Runs questions with and without KV reuse at any position and scores the answers (Cache-Craft 5.2).
 
-The product's own engine answers each question once without reuse, and then over documents whose KV was computed in
-another context, under each arm. Decoding is greedy, so everything but time repeats.
+The engine answers each question once without reuse, then once per arm over documents whose KV was computed in another
+context. Decoding is greedy, so everything but time is reproducible.
 """
 
 import math
@@ -33,42 +33,42 @@ from stillroom.models.loader import LoadedModel
 _NUM_TOP = 20
 
 Context = Literal["foreign", "shuffled"]
-"""What stood before a document when its KV was computed: one of another question, or the question's own documents in
-another order."""
+"""Context in which a document's KV is computed before it is reused. `foreign`: behind a document of another question.
+`shuffled`: among the question's own documents in another order."""
 
 
 def bench_runtime(model: str) -> RuntimeConfig:
-    """Settings of a comparison of arms: float32 on the CPU, and every prompt in one step."""
+    """Return the settings of a comparison of arms: float32 on the CPU, each prompt prefilled in one step."""
     return RuntimeConfig(model=model, device="cpu", dtype="float32", max_num_batched_tokens=8192)
 
 
 @dataclass(frozen=True, slots=True)
 class QualityScope:
-    """What is asked, and of whom."""
+    """Questions, model and arms of a quality measurement."""
 
     questions: Path
     num_questions: int | None = None
-    """At most; None: all in the file."""
+    """Upper limit; None: all questions."""
     runtime: RuntimeConfig = field(default_factory=lambda: bench_runtime("bundled"))
     reuse: ReuseConfig = field(default_factory=lambda: ReuseConfig(token_selector="context"))
-    """Which tokens are weighed follows from its selector: `context` weighs all. The arms choose the rest."""
+    """Its selector decides which tokens' attention is measured: `context` measures all. Arms set the other options."""
     ratios: tuple[float, ...] = RATIOS
     selectors: tuple[TokenSelector, ...] = SELECTORS
     alphas: tuple[float, ...] = ()
-    """Also with each document's CFO as the budget, scaled by these."""
+    """Adds arms whose budget is alpha times each document's CFO."""
     focus_window: int = 0
-    """Also with Algorithm 1 over so many layers."""
+    """Adds arms with Cache-Craft's Algorithm 1 over this many layers; 0 adds none."""
     has_unturned: bool = False
-    """Also with keys that are not turned."""
+    """Adds arms whose keys are not rotated."""
     context: Context = "foreign"
     num_chunks: int | None = None
     max_words: int | None = None
     seed: int = 0
-    """These three as in `load_questions`."""
+    """`num_chunks`, `max_words` and `seed` are those of `load_questions`."""
     max_tokens: int = 16
 
     def load(self) -> list[ChunkQuestion]:
-        """Raises UsageError: there are none, or something else in their place."""
+        """Read the questions. Raises as `load_questions`."""
         return load_questions(
             self.questions, self.num_questions, num_chunks=self.num_chunks, max_words=self.max_words, seed=self.seed
         )
@@ -76,33 +76,33 @@ class QualityScope:
 
 @dataclass(frozen=True, slots=True)
 class EngineReply:
-    """What an engine answered."""
+    """The tokens and timing of one answer."""
 
     token_ids: tuple[int, ...]
     first: TokenLogprobs
-    """Of the first token."""
+    """Log probabilities of the first token."""
     reuse: PromptReuse
     ttft_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionOutcome:
-    """One question under one arm."""
+    """The scores of one question under one arm."""
 
     is_right: float
-    """1 or 0, normalised as SQuAD does; not a number without an answer to compare with."""
+    """SQuAD exact match, 1 or 0; NaN where no accepted answer is known."""
     f1: float
-    """Of words, against the accepted answer that is most like it; the same."""
+    """Word F1 against the closest accepted answer; NaN where no accepted answer is known."""
     agrees: float
-    """1 if all tokens are those of a full prefill."""
+    """1 if all tokens equal those of a full prefill."""
     token_agreement: float
-    """Share of the full prefill's tokens that come before the first difference."""
+    """Share of the full prefill's tokens before the first difference."""
     rouge: float
     """ROUGE-L F1 of the answer against the full prefill's."""
     divergence: float
-    """KL of the first token's distribution from the full prefill's, over its 20 most likely tokens, in nats."""
+    """KL divergence of the first token from the full prefill's, over its 20 likeliest tokens, in nats."""
     recomputed: float
-    """Share of the placed tokens that was computed again."""
+    """Share of the placed tokens that was recomputed."""
     ttft_seconds: float
 
 
@@ -114,10 +114,13 @@ def ask_all(
     has_exact: bool = True,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[QuestionOutcome]]:
-    """Outcomes of every arm, question by question, those of a full prefill first.
+    """Answer every question under every arm.
 
     Args:
-        has_exact: also of a prefix cache and a set cache.
+        has_exact: adds the arms of a prefix cache and a set cache.
+
+    Returns:
+        Arm name -> one outcome per question, in the order of the questions; the full prefill comes first.
     """
     bench = _Asker(load_configured(scope.runtime), scope)
     outcomes: dict[str, list[QuestionOutcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
@@ -125,10 +128,10 @@ def ask_all(
         foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
         full = bench.ask_without_reuse(question)
         outcomes[FULL].append(bench.judge(question, full, full))
-        bench.keep_elsewhere(question, foreign)
+        bench.cache_in_other_context(question, foreign)
         for arm in arms:
             outcomes[arm.name].append(bench.judge(question, full, bench.ask_anywhere(question, arm.options)))
-        if has_exact:  # last: what these keep would serve the others
+        if has_exact:  # last, because the other arms could reuse the exact KV that these cache
             for name, chunks in ((PREFIX, question.chunks), (SET, _shuffled(question.chunks))):
                 outcomes.setdefault(name, []).append(bench.judge(question, full, bench.ask_again(question, chunks)))
         bench.clear()
@@ -137,16 +140,17 @@ def ask_all(
 
 
 def _shuffled(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Another order, always the same one for the same documents."""
+    """Return the chunks in another order, which depends on the chunks alone."""
     order = list(chunks)
     random.Random(",".join(str(chunk.chunk_id) for chunk in chunks)).shuffle(order)
     return order if order != list(chunks) else order[::-1]
 
 
 def engine_settings(scope: QualityScope) -> tuple[RuntimeConfig, ReuseConfig]:
-    """Return the scope's settings, but for where KV is kept and whether it is used.
+    """Return the configured settings, with the storage and use of KV overridden.
 
-    Two engines share `kv_bytes`. Every document is placed, from memory that is large enough, and nothing is audited.
+    Two engines share `kv_bytes`. All cached documents are placed, host memory holds them, the disk tier and audits are
+    off.
     """
     runtime = replace(scope.runtime, kv_bytes=scope.runtime.kv_bytes // 2)
     host_bytes = max(scope.reuse.host_bytes, ReuseConfig().host_bytes)
@@ -155,7 +159,7 @@ def engine_settings(scope: QualityScope) -> tuple[RuntimeConfig, ReuseConfig]:
 
 
 class _Asker:
-    """Two engines of one model: one that reuses nothing, and one whose options change."""
+    """Two engines of one model: one without reuse, one whose reuse options change per arm."""
 
     def __init__(self, model: LoadedModel, scope: QualityScope) -> None:
         self._model = model
@@ -178,8 +182,8 @@ class _Asker:
     def ask_without_reuse(self, question: ChunkQuestion) -> EngineReply:
         return self._ask(self._off, question.chunks, question.question, self._scope.max_tokens)
 
-    def keep_elsewhere(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
-        """Compute each chunk in another context, exactly."""
+    def cache_in_other_context(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
+        """Compute and cache the exact KV of each chunk in another context."""
         self._set(None)
         if self._scope.context == "shuffled":
             self._ask(self._anywhere, _shuffled(question.chunks), question.question, 1)
@@ -192,7 +196,7 @@ class _Asker:
         return self._ask(self._anywhere, question.chunks, question.question, self._scope.max_tokens)
 
     def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> EngineReply:
-        """Over the exact KV of the same prompt."""
+        """Answer a prompt whose exact KV was cached by an identical prompt."""
         self._set(None)
         self._ask(self._anywhere, chunks, question.question, 1)
         return self._ask(self._anywhere, chunks, question.question, self._scope.max_tokens)
@@ -242,14 +246,16 @@ class _Asker:
 
 
 def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:
-    """Tokens before the first difference."""
+    """Return the number of tokens before the first difference."""
     differing = (place for place, pair in enumerate(zip(wanted, found, strict=False)) if pair[0] != pair[1])
     return next(differing, min(len(wanted), len(found)))
 
 
 def _divergence(wanted: TokenLogprobs, found: TokenLogprobs) -> float:
-    """KL over the most likely tokens of the one; what the other does not list counts as its least likely one listed,
-    so this is at most what it really is."""
+    """Return a lower bound of the KL divergence over the likeliest tokens of `wanted`, in nats.
+
+    A token that `found` does not list counts with the least likely log probability that `found` lists.
+    """
     listed = dict(found.top)
     if not listed or not wanted.top:
         return 0.0 if found.top == wanted.top else math.inf

@@ -12,10 +12,10 @@ DEFAULT_SPLIT = "test"
 
 
 def read_judged_queries(dataset: Path, split: str = DEFAULT_SPLIT) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
-    """The text of every query that has a relevant document, and all judgements: query -> document -> grade.
+    """Return the text of every query that has a relevant document, and all judgements: query -> document -> grade.
 
     Args:
-        split: which judgements of the folder `qrels`, such as `dev`; `test` may also be the file `qrels.tsv`.
+        split: file of the folder `qrels`, such as `dev`; for `test`, the file `qrels.tsv` takes precedence.
 
     Raises:
         UsageError: a file is missing, or no query has a relevant document.
@@ -39,10 +39,10 @@ def read_judged_queries(dataset: Path, split: str = DEFAULT_SPLIT) -> tuple[dict
 
 
 def read_corpus(dataset: Path) -> dict[str, str]:
-    """Title and text of every document by its id.
+    """Return the title and text of every document by its id.
 
     Raises:
-        UsageError: there is no corpus.
+        UsageError: corpus.jsonl is missing.
         DocumentError: a line cannot be read.
     """
     path, corpus = dataset / "corpus.jsonl", {}
@@ -53,16 +53,16 @@ def read_corpus(dataset: Path) -> dict[str, str]:
             record: Mapping[str, Any] = json.loads(line)
             corpus[str(record["_id"])] = f"{record.get('title') or ''}\n{record['text']}".strip()
         except (ValueError, KeyError, TypeError) as error:
-            raise DocumentError(f"{path}:{number}: a record is a JSON object with `_id` and `text`") from error
+            raise DocumentError(f"{path}:{number}: not a JSON object with `_id` and `text`") from error
     return corpus
 
 
 def read_answers(dataset: Path) -> dict[str, tuple[str, ...]]:
-    """The accepted answers of every query that has some.
+    """Return the accepted answers of every query that has any.
 
     Raises:
-        UsageError: there are no queries.
-        DocumentError: a line cannot be read, or its `answers` are no list of texts.
+        UsageError: queries.jsonl is missing.
+        DocumentError: a line cannot be read, or its `answers` is not a list of texts.
     """
     path, found = dataset / "queries.jsonl", {}
     if not path.is_file():
@@ -76,7 +76,7 @@ def read_answers(dataset: Path) -> dict[str, tuple[str, ...]]:
             if answers:
                 found[str(record["_id"])] = tuple(answers)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DocumentError(f"{path}:{number}: `answers` of a query is a list of texts") from error
+            raise DocumentError(f"{path}:{number}: `answers` must be a list of non-empty texts") from error
     return found
 
 
@@ -86,7 +86,7 @@ def _read_queries(path: Path) -> Iterator[tuple[str, str]]:
             record: Mapping[str, Any] = json.loads(line)
             yield str(record["_id"]), str(record["text"])
         except (ValueError, KeyError, TypeError) as error:
-            raise DocumentError(f"{path}:{number}: a query is a JSON object with `_id` and `text`") from error
+            raise DocumentError(f"{path}:{number}: not a JSON object with `_id` and `text`") from error
 
 
 def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
@@ -99,7 +99,7 @@ def _read_qrels(path: Path) -> dict[str, dict[str, int]]:
             query_id, record_id, grade = fields
             qrels.setdefault(query_id, {})[record_id] = int(float(grade))
         except ValueError as error:
-            raise DocumentError(f"{path}:{number}: a judgement is query-id, corpus-id and score, with tabs") from error
+            raise DocumentError(f"{path}:{number}: not query-id, corpus-id and score separated by tabs") from error
     return qrels
 
 

@@ -1,11 +1,11 @@
-"""Questions with the chunks they are asked over, from files of three kinds.
+"""Reads questions and the chunks of their prompts from three kinds of input.
 
-- JSON lines: an object with `chunks` (texts, in order) and `question`; `answer`, a text or several, is compared with
-  what the model says, `kind` groups the results. Markers of a prompt format around the texts (`<chunk> ... </chunk>`,
-  `<q> ... <a>`) are left out: the model has its own.
+- JSON lines: an object with `chunks` (texts, in order) and `question`; optional are `answer` (a text or a list of
+  accepted texts) and `kind`, which groups the results. Markers of a prompt format around the texts
+  (`<chunk> ... </chunk>`, `<q> ... <a>`) are removed, because the prompt builder adds its own.
 - JSON (`.json`), as MuSiQue with retrieved passages is published: a list of objects with `ctxs` (each with `title` and
   `text`), `question` and `answers`.
-- A folder in BEIR layout, whose queries may have `answers`: each question with the passages judged relevant and those
+- A folder in BEIR layout, whose queries may have `answers`: each question gets the passages judged relevant and those
   that BM25 ranks next, in an order drawn with a seed.
 """
 
@@ -29,7 +29,7 @@ from stillroom.errors import UsageError
 from stillroom.retrieval.index.bm25 import Bm25Index
 
 NUM_CHUNKS = 5
-"""Of a question over a data set, unless asked otherwise; Cache-Craft's k."""
+"""Default number of chunks of a question over a data set; Cache-Craft's k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class ChunkQuestion:
     chunks: tuple[Chunk, ...]
     question: str
     answers: tuple[str, ...] = ()
-    """Accepted ones; none if they are not known."""
+    """Accepted answers; empty if unknown."""
     kind: str = "all"
 
     @property
     def answer(self) -> str | None:
-        """The first accepted one."""
+        """The first accepted answer."""
         return self.answers[0] if self.answers else None
 
 
@@ -54,17 +54,18 @@ def load_questions(
     max_words: int | None = None,
     seed: int = 0,
 ) -> list[ChunkQuestion]:
-    """
+    """Read questions from a file or a data set.
+
     Args:
-        limit: questions at most: the first of a file, any of a data set.
-        num_chunks: of a question, at most. None: all that a file has, 5 over a data set. Where a file has more, those
-            with an answer in them stay, and the first others.
-        max_words: longer chunks are cut, around the first answer in them, and of those that then read the same one
-            stays; None: none is cut.
-        seed: which questions of a data set, and the order of their chunks.
+        limit: maximum number of questions: the first of a file, or a random sample of a data set.
+        num_chunks: maximum number of chunks of a question. None: all chunks of a file, 5 over a data set. If a file has
+            more, chunks that contain an answer are kept first, then the others in order.
+        max_words: longer chunks are cut around the first answer they contain, and duplicates that result are dropped;
+            None: chunks are not cut.
+        seed: draws the sample of a data set and the order of its chunks.
 
     Raises:
-        UsageError: the file or folder has no questions, or something else in their place; the message says where.
+        UsageError: the input has no questions, or an entry has another form; the message names the line.
         DocumentError: a line of a data set cannot be read.
     """
     if path.is_dir():
@@ -79,14 +80,17 @@ def load_questions(
 
 
 def new_chunk(text: str, place: int = 0) -> Chunk:
-    """Named by its text."""
+    """Make a chunk whose id is a hash of its text."""
     name = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
     return Chunk(ChunkId(name), DocumentId("question"), place, text)
 
 
 def shortened(text: str, max_words: int, answers: Sequence[str]) -> str:
-    """At most so many words of a text in a row: the first, or so many that the first answer's sentence is in them, or
-    as much of it as fits, from the answer on if need be."""
+    """Return at most `max_words` consecutive words of a text.
+
+    Without an answer in the text these are its first words; else they cover the sentence of the first answer, or as
+    much of it as fits, starting at the answer if necessary.
+    """
     words = [match.span() for match in _WORD.finditer(text)]
     if len(words) <= max_words:
         return text
@@ -105,7 +109,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s)")
 
 
 def _place_of(text: str, answers: Sequence[str]) -> tuple[int, int] | None:
-    """Where the first of the answers stands as words of their own."""
+    """Return the span of the first answer that occurs as whole words."""
     places = [
         match.span()
         for answer in answers
@@ -137,31 +141,31 @@ def _lines(path: Path) -> Iterator[ChunkQuestion]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                with _told_where(f"{path}, line {number}", "`chunks` and `question`"):
-                    question = _written_by_hand(json.loads(line))
+                with _located_errors(f"{path}, line {number}", "`chunks` and `question`"):
+                    question = _from_line(json.loads(line))
                 yield question
 
 
 def _whole(path: Path) -> Iterator[ChunkQuestion]:
     fields = "`ctxs`, `question` and `answers`"
-    with _told_where(str(path), f"in a list, with {fields}"):
+    with _located_errors(str(path), f"in a list, with {fields}"):
         rows = list(json.loads(path.read_text(encoding="utf-8")))
     for number, row in enumerate(rows, 1):
-        with _told_where(f"{path}, question {number}", fields):
+        with _located_errors(f"{path}, question {number}", fields):
             texts = [f"{one.get('title') or ''}\n{one['text']}".strip() for one in row["ctxs"]]
             question = _checked(texts, row["question"], row["answers"], "all")
         yield question
 
 
 @contextmanager
-def _told_where(where: str, fields: str) -> Iterator[None]:
+def _located_errors(where: str, fields: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{where}: not an object with {fields} ({error})") from error
 
 
-def _written_by_hand(row: Any) -> ChunkQuestion:
+def _from_line(row: Any) -> ChunkQuestion:
     answers = row.get("answer")
     answers = [] if answers is None else [answers] if isinstance(answers, str) else answers
     found = _checked(row["chunks"], row["question"], answers, row.get("kind", "all"))
@@ -172,12 +176,12 @@ def _written_by_hand(row: Any) -> ChunkQuestion:
 def _checked(texts: Any, question: Any, answers: Any, kind: Any) -> ChunkQuestion:
     is_text = all(isinstance(text, str) and text.strip() for text in [question, kind, *texts, *answers])
     if not is_text or not texts or isinstance(answers, str):
-        raise ValueError("chunks are a list of texts, question and kind texts, answers a text or several")
+        raise ValueError("`chunks` must be a list of texts, `question` and `kind` texts, `answer` a text or a list")
     return ChunkQuestion(_chunks(texts), question, tuple(answers), kind)
 
 
 def _of_dataset(folder: Path, num_chunks: int, seed: int) -> Iterator[ChunkQuestion]:
-    """In an order drawn with the seed, so that the first few are a sample."""
+    """Yield questions in an order drawn with the seed, so that the first few are a random sample."""
     corpus, answers = read_corpus(folder), read_answers(folder)
     queries, qrels = read_judged_queries(folder)
     by_id = {(chunk := new_chunk(text)).chunk_id: chunk for text in corpus.values() if text}
@@ -194,7 +198,7 @@ def _of_dataset(folder: Path, num_chunks: int, seed: int) -> Iterator[ChunkQuest
             if not gold:
                 continue
             ranked = [chunk_id for chunk_id, _ in index.search(queries[name], num_chunks + len(gold))]
-            others = [list(by_id)[at] for at in rng.permutation(len(by_id)).tolist()]  # if too few share a word
+            others = [list(by_id)[at] for at in rng.permutation(len(by_id)).tolist()]  # used if BM25 finds too few
             chosen = list(dict.fromkeys([*gold, *ranked, *others]))[:num_chunks]
             texts = [by_id[chosen[at]].text for at in rng.permutation(len(chosen)).tolist()]
             yield ChunkQuestion(_chunks(texts), queries[name], answers.get(name, ()))

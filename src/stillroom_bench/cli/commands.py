@@ -1,4 +1,4 @@
-"""`stillroom bench`: the entry point that adds it to the command `stillroom`."""
+"""Entry point that adds `stillroom bench` to the command `stillroom`."""
 
 import typer
 
@@ -17,4 +17,4 @@ def top() -> None:
 
 quality.add_commands(app)
 experiments.add_commands(app, pipeline)
-app.add_typer(pipeline, name="pipeline", help="Measure scheduling, and search that overlaps prefill.")
+app.add_typer(pipeline, name="pipeline", help="Measure request scheduling, and prefill that overlaps search.")

@@ -1,4 +1,4 @@
-"""What becomes of a benchmark's result: it is printed, kept, drawn, or compared with an earlier one."""
+"""Delivers a benchmark's result: prints it, writes JSON and HTML, compares it with an earlier result."""
 
 import tempfile
 from collections import Counter
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from stillroom_bench.instrument.report import BenchResult
 
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
-"""What the machine's CPUs had done when the command began."""
+"""CPU times of the machine when the command began."""
 
 
 def _writable(given: Path | None) -> Path | None:
-    """Before hours are spent on measuring; `~` is the user's folder."""
+    """Check an output path before the benchmark runs; `~` is the user's folder.
+
+    Raises:
+        UsageError: the path is a folder or cannot be written.
+    """
     path = expanded(given)
     if path is not None:
         if path.is_dir():
@@ -44,19 +48,22 @@ OutputOption = Annotated[
         "-o",
         metavar="FILE",
         callback=_writable,
-        help="Keep the result, every sample included, as JSON.",
+        help="Write the result with every sample to this JSON file.",
     ),
 ]
 HtmlOption = Annotated[
     Path | None,
     typer.Option(
-        "--html", metavar="FILE", callback=_writable, help="Write one self-contained page with tables and plots."
+        "--html", metavar="FILE", callback=_writable, help="Write a self-contained HTML page with tables and plots."
     ),
 ]
 
 
 def _comparable(context: typer.Context, old: Path | None) -> Path | None:
-    """Before hours are spent on measuring. Some commands have several benchmarks, told apart by a flag."""
+    """Check the earlier result before the benchmark runs.
+
+    A command with several benchmarks, selected by a flag, checks the flag later with `must_compare`.
+    """
     if old is not None:
         from stillroom_bench.instrument.comparison import check_benchmark, load_earlier
 
@@ -67,7 +74,11 @@ def _comparable(context: typer.Context, old: Path | None) -> Path | None:
 
 
 def must_compare(old: Path | None, benchmark: str) -> None:
-    """Raises UsageError where the earlier result is another one's of the benchmarks that a command has."""
+    """Check that the earlier result is of this benchmark.
+
+    Raises:
+        UsageError: it is of another benchmark.
+    """
     if old is not None:
         from stillroom_bench.instrument.comparison import check_benchmark, load_earlier
 
@@ -82,14 +93,14 @@ CompareOption = Annotated[
         exists=True,
         dir_okay=False,
         callback=_comparable,
-        help="Say what changed since then.",
+        help="Report the changes since an earlier result.",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Where a result goes."""
+    """Outputs of a result."""
 
     as_json: bool = False
     output: Path | None = None
@@ -98,16 +109,16 @@ class Delivery:
 
 
 def begin() -> None:
-    """A benchmark begins: remember what the machine's CPUs had done by then."""
+    """Record the CPU times at the start of a benchmark."""
     _began.set(CpuTimes.now())
 
 
 def deliver(result: "BenchResult", to: Delivery) -> None:
-    """Print the result (Markdown, or JSON), and write the files that were asked for.
+    """Print the result as Markdown or JSON, and write the requested files.
 
     Raises:
-        UsageError: the earlier result is another benchmark's.
-        OSError: a file could not be written; the samples are then in the system's folder for temporary files.
+        UsageError: the earlier result is of another benchmark.
+        OSError: a file could not be written; the result is then saved in the system's temporary folder.
     """
     from stillroom_bench.instrument.comparison import compare, load_earlier
 
@@ -116,7 +127,7 @@ def deliver(result: "BenchResult", to: Delivery) -> None:
     try:
         comparison = compare(result, load_earlier(to.compare)) if to.compare is not None else None
         _print(result, to, comparison)
-    finally:  # what was measured is kept although nobody reads it
+    finally:  # the result is saved even if printing fails
         _write(result, to, comparison)
 
 
@@ -141,12 +152,12 @@ def _write(result: "BenchResult", to: Delivery, comparison: "ResultComparison | 
         except OSError:
             rescued = Path(tempfile.mkdtemp(prefix="stillroom-bench-")) / to.output.name
             save(result, rescued)
-            note(f"{to.output} cannot be written; kept in {rescued}")
+            note(f"{to.output} cannot be written; the result is saved in {rescued}")
             raise
-        note(f"kept in {to.output}")
+        note(f"result saved in {to.output}")
     if to.html is not None:
         to.html.write_text(to_html(result, comparison), encoding="utf-8")
-        note(f"page in {to.html}")
+        note(f"HTML page saved in {to.html}")
 
 
 def _as_json(comparison: "ResultComparison | None") -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The commands that repeat the papers' experiments."""
+"""Commands that repeat the papers' experiments."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from stillroom_bench.instrument.report import BenchResult
 
 REUSE_HELP = help_text(
-    "Measure what kept KV saves: time to first token against request rate, as in RAGCache's Figures 13 to 15.",
-    "Requests come at random moments, some documents far more often than others. Compared are: no reuse, the least "
-    "recently used on the device only (prefix caching), three tiers, and if asked for reuse anywhere; vLLM with its "
-    "prefix cache and llama.cpp with its prompt cache get the same prompts at the same moments. How to read it: "
-    "docs/reuse-bench.md.",
+    "Measure the benefit of KV reuse: time to first token against request rate, as in RAGCache's Figures 13 to 15.",
+    "Requests arrive at random times; popular documents are requested far more often. Compared are no reuse, prefix "
+    "caching (LRU on the device), three tiers, and optionally reuse at any position; vLLM with its prefix cache and "
+    "llama.cpp with its prompt cache receive the same prompts at the same times. How to read it: docs/reuse-bench.md.",
     examples=(
         "stillroom bench reuse",
         "stillroom bench reuse --dataset data/nq --curve mmlu --curve nq --k 1 --k 2 --peer vllm=vllm/bin/python",
@@ -29,10 +28,10 @@ REUSE_HELP = help_text(
 )
 
 ANYWHERE_HELP = help_text(
-    "Measure time to first token when documents are reused in another order than before.",
-    "A Llama of 135 million random weights; documents come from device, host and disk, at several recompute ratios. "
-    "--lasting asks many shuffled questions, to see whether the gain lasts. KVBoost can be measured too. How to read "
-    "it: docs/chunk-reuse.md.",
+    "Measure time to first token when the KV of documents is reused in another order.",
+    "The model is a Llama with 135 million random weights; documents come from device, host and disk, at several "
+    "recompute ratios. --lasting runs many shuffled questions, to see whether the gain lasts. KVBoost can be a peer. "
+    "How to read it: docs/chunk-reuse.md.",
     examples=(
         "stillroom bench anywhere",
         "stillroom bench anywhere --lasting 1000 --output anywhere.json",
@@ -41,9 +40,10 @@ ANYWHERE_HELP = help_text(
 )
 
 PRELOADING_HELP = help_text(
-    "Measure what loading kept documents adds to the time to first token, and what loading while others compute saves.",
-    "The model and prompts of `bench anywhere`; documents on device, host, and disk (files in the system's memory, and "
-    "not); with nobody before, and behind another question. How to read it: docs/chunk-reuse.md.",
+    "Measure how much loading cached documents adds to the time to first token, and how much overlap saves.",
+    "Uses the model and prompts of `bench anywhere`. Documents are on device, host, or disk (with and without the "
+    "operating system's page cache); the request runs alone or queues behind another question. How to read it: "
+    "docs/chunk-reuse.md.",
     examples=(
         "stillroom bench preloading",
         "stillroom bench preloading --ratio 0 --repeat 20 --output preloading.json",
@@ -51,9 +51,10 @@ PRELOADING_HELP = help_text(
 )
 
 POLICIES_HELP = help_text(
-    "Measure who should leave a full cache of KV: hit rate by policy and capacity, on the real tree without its bytes.",
-    "Made workloads have the popularity of documents that the RAGCache paper measured; --data adds recorded traces "
-    "(traces/rag_*.json, traces/mooncake_*.jsonl). Belady's offline rule is printed as the yardstick.",
+    "Measure what is evicted from a full KV cache: hit rate by policy and capacity.",
+    "The knowledge tree makes the decisions; no KV is computed. Generated workloads have the document popularity that "
+    "RAGCache measured; --data adds recorded traces (traces/rag_*.json, traces/mooncake_*.jsonl). Belady's offline "
+    "rule is the reference.",
     examples=(
         "stillroom bench policies",
         "stillroom bench policies --data data --output policies.json",
@@ -61,7 +62,7 @@ POLICIES_HELP = help_text(
 )
 
 STRUCTURES_HELP = help_text(
-    "Measure the heap, the token cache and the sketch beside the usual alternatives.",
+    "Measure the heap, the token cache and the frequency sketch against common alternatives.",
     examples=(
         "stillroom bench structures",
         "stillroom bench structures --repeat 30 --output structures.json --html structures.html",
@@ -70,10 +71,10 @@ STRUCTURES_HELP = help_text(
 )
 
 CONVERGENCE_HELP = help_text(
-    "Measure how early a search in stages shows the documents that it will end with, and what the stages cost.",
-    "Dense searches run over real and made vectors, whole ones over the real documents. For each index: after which "
-    "share of the stages the first 1, 3 and 5 documents stay as they are, and how often the last list is the plain "
-    "search's.",
+    "Measure how early a staged search finds its final documents, and what the stages cost.",
+    "Dense searches run over real and generated vectors, hybrid searches over the real documents. Prints for each "
+    "index the share of the stages after which the first 1, 3 and 5 documents are final, and how often the last list "
+    "equals that of an unstaged search.",
     examples=(
         "stillroom bench convergence --dataset data/nq-gold",
         "stillroom bench convergence --dataset data/nq-gold --size 50000 --stages 16 --output convergence.json",
@@ -81,10 +82,10 @@ CONVERGENCE_HELP = help_text(
 )
 
 SPECULATION_HELP = help_text(
-    "Measure what it gains that the model begins to read the likely documents while the search goes on.",
-    "Searches of an IVF-PQ index look at 12.5 to 100 % of its lists; prompts of two documents run on a model of random "
-    "weights with 135 million parameters. Compared are: search first, begin early, and begin early where it pays; with "
-    "one question at a time, and with four.",
+    "Measure the gain of speculative prefill: the model reads the likely documents while the search runs.",
+    "Searches probe 12.5 to 100 % of the lists of an IVF-PQ index; prompts of two documents run on a model with 135 "
+    "million random weights. Compared are no speculation, speculation always, and speculation where it pays, with one "
+    "question at a time and with four.",
     examples=(
         "stillroom bench pipeline speculation --dataset data/nq-gold",
         "stillroom bench pipeline speculation --dataset data/nq-gold --size 2000000 --output speculation.json",
@@ -92,10 +93,9 @@ SPECULATION_HELP = help_text(
 )
 
 REORDERING_HELP = help_text(
-    "Measure what the order of admission is worth when requests come faster than they are answered, as in RAGCache's "
-    "Figure 18.",
-    "The same engine with little room for KV admits in the order of arrival, those first who find most of their prompt "
-    "kept, with several starvation windows, or those who have least to compute. Each run is also simulated on the "
+    "Measure the effect of admission order on an overloaded engine, as in RAGCache's Figure 18.",
+    "An engine with little memory for KV admits requests in order of arrival, by highest ratio of cached to remaining "
+    "tokens with several starvation windows, or by fewest remaining tokens. Each run is also simulated with the "
     "measured costs. How to read it: docs/reordering-bench.md.",
     examples=(
         "stillroom bench pipeline reordering",
@@ -104,11 +104,12 @@ REORDERING_HELP = help_text(
 )
 
 TIERED_HELP = help_text(
-    "Measure what it gains that the hot lists of an IVF-PQ index are in RAM and the others on disk.",
-    "Vectors and questions are made; a tenth of the lists takes 40 % or 80 % of the accesses. The pages of the lists "
-    "on disk are dropped before each batch, so the work folder should be on the disk in question. With --drift: how "
-    "long it takes until the hot lists are in RAM again after a sudden shift of what is asked for. With --predict: how "
-    "well throughput is told beforehand, by our model and by VectorLiteRAG's formula (its Figure 8).",
+    "Measure the gain of keeping the hot lists of an IVF-PQ index in RAM and the others on disk.",
+    "Vectors and questions are generated; a tenth of the lists takes 40 % or 80 % of the accesses. Pages of the lists "
+    "on disk are dropped before each batch, so --work-dir should be on the disk to measure. --drift measures how long "
+    "it takes until the hot lists are in RAM after the popular topics change. --predict compares measured throughput "
+    "with the predictions of Stillroom's model and of VectorLiteRAG's formula (its Figure 8). --answers measures times "
+    "to first token.",
     examples=(
         "stillroom bench tiered",
         "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
@@ -119,11 +120,11 @@ TIERED_HELP = help_text(
 )
 
 SIMULATE_HELP = help_text(
-    "Simulate the papers' experiments at their scale: our engine and policies on modelled machines, in minutes.",
-    "RAGCache's Figures 13 to 18 and Tables 2 and 4 and Cache-Craft's Figure 22, as ratios between arms with the "
-    "paper's number beside ours. No model runs; what computing and loading cost comes from data files in which every "
-    "number has its source. --validate runs one workload on a small model for real and simulated. How to read it: "
-    "docs/simulate-bench.md.",
+    "Simulate the papers' experiments at full scale, in minutes: Stillroom's engine on modelled machines.",
+    "Covers RAGCache's Figures 13 to 18 and Tables 2 and 4, and Cache-Craft's Figure 22, as ratios between arms next "
+    "to the paper's. No model runs; costs of computing and loading come from data files that give the source of every "
+    "number. --validate runs one workload on a small model and compares the measurement with the simulation. How to "
+    "read it: docs/simulate-bench.md.",
     examples=(
         "stillroom bench simulate",
         "stillroom bench simulate --experiment policies --experiment reordering --output simulate.json",
@@ -131,13 +132,13 @@ SIMULATE_HELP = help_text(
     ),
 )
 
-_IDLE = {
+_UNUSED = {
     "": ("half_lives",),
     " --predict": ("half_lives",),
     " --answers": ("shares", "batch_sizes", "half_lives"),
     " --drift": ("batch_sizes",),
 }
-"""Fields that a benchmark of `stillroom bench tiered` has no use for."""
+"""Fields without effect, by benchmark of `stillroom bench tiered`."""
 
 
 def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
@@ -191,7 +192,7 @@ def _reordering(chosen: options.ReorderingOptions, call: Call) -> "BenchResult":
 def _simulate(chosen: options.SimulateOptions, call: Call) -> "BenchResult":
     if not chosen.validate:
         return imported("experiments.simulate:run_simulate")(chosen, call.say)
-    call.refuse_idle("with --validate", "experiments", "num_requests", "num_warm", "num_documents", "companions")
+    call.refuse_unused("with --validate", "experiments", "num_requests", "num_warm", "num_documents", "companions")
     run = imported("experiments.simulate_validation:run_validation")
     return run(call.work_dir, seed=chosen.seed, on_progress=call.say)
 
@@ -200,8 +201,8 @@ def _tiered(chosen: options.TieredScope, call: Call) -> "BenchResult":
     kinds = [f" --{name}" for name in ("drift", "answers", "predict") if getattr(chosen, name)]
     kind = "".join(kinds)
     if len(kinds) > 1:
-        raise UsageError(f"{' and'.join(kinds).strip()} are different benchmarks; give one of them")
-    call.refuse_idle(f"with{kind}" if kind else "without --drift", *_IDLE[kind])
+        raise UsageError(f"{' and'.join(kinds).strip()} are different benchmarks; choose one")
+    call.refuse_unused(f"with{kind}" if kind else "without --drift", *_UNUSED[kind])
     if chosen.drift and call.is_given("shares") and len(chosen.shares) > 1:
         raise UsageError("--drift takes one --share")
     call.must_compare(f"stillroom bench tiered{kind}")

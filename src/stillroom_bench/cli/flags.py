@@ -1,4 +1,4 @@
-"""Makes a command of `stillroom bench` from an option class: one flag per field, and those that all commands share."""
+"""Makes a command of `stillroom bench` from an option class: one flag per field, plus the shared flags."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ WorkDirOption = Annotated[
         "--work-dir",
         metavar="DIR",
         callback=expanded,
-        help="Where indexes and embeddings are kept; without it, the user's cache folder.",
+        help="Folder that keeps indexes and embeddings between runs; default: the user's cache folder.",
     ),
 ]
 _SHARED: dict[str, tuple[Any, Any]] = {
@@ -47,7 +47,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a benchmark is given beside its options."""
+    """Context and shared flags of one invocation of a benchmark."""
 
     context: typer.Context
     work_dir: Path
@@ -56,39 +56,38 @@ class Call:
     is_quiet: bool
 
     def say(self, text: str) -> None:
-        """Show progress, unless the call is quiet."""
+        """Print progress unless `--quiet` is given."""
         if not self.is_quiet:
             note(text)
 
     def say_run(self, arm: str, repetition: int) -> None:
-        """Show which arm runs now; repetition -1 warms up."""
+        """Print the arm that runs now; negative repetitions are warm-up."""
         self.say(f"{'warming up' if repetition < 0 else f'run {repetition + 1}'}: {arm}")
 
     def settings(self) -> StillroomConfig:
-        """Return the user's settings."""
         return opening.load_settings(self.config)
 
     def is_given(self, name: str) -> bool:
-        """Whether the flag of this field was given."""
+        """Return whether the flag of this field was given."""
         source = self.context.get_parameter_source(name)
         return source is not None and source.name != "DEFAULT"
 
-    def refuse_idle(self, beside: str, *names: str) -> None:
-        """Refuse flags that would do nothing.
+    def refuse_unused(self, context: str, *names: str) -> None:
+        """Refuse flags that have no effect.
 
         Args:
-            beside: what else was asked for, such as `with --drift`.
-            names: of fields.
+            context: the reason, such as `with --drift`.
+            names: names of fields whose flags have no effect.
 
         Raises:
-            UsageError: one of them was given.
+            UsageError: one of the flags was given.
         """
         for parameter in self.context.command.params:
             if parameter.name in names and self.is_given(str(parameter.name)):
-                raise UsageError(f"{parameter.opts[0]} does nothing {beside}; leave it out")
+                raise UsageError(f"{parameter.opts[0]} has no effect {context}; omit it")
 
     def must_compare(self, benchmark: str) -> None:
-        """Raises UsageError where `--compare` names another benchmark's result."""
+        """Check that `--compare` names a result of this benchmark; raises UsageError otherwise."""
         must_compare(self.compare, benchmark)
 
 
@@ -101,9 +100,9 @@ def add_command(
     """Add the command that runs one benchmark.
 
     Args:
-        options: its option class.
-        run: takes an instance of it.
-        without: shared flags that the command has no use for: `work_dir`, `compare` or `config`.
+        options: option class of the benchmark.
+        run: called with an instance of `options`.
+        without: shared flags that the command omits: `work_dir`, `compare` or `config`.
     """
     own = {field.name: (_option(field, kind), _default(field)) for field, kind in _flags(options)}
     shared = {key: value for key, value in _SHARED.items() if key not in without}
@@ -132,18 +131,20 @@ def _flags(options: type[Any]) -> Iterable[tuple[Field[Any], Any]]:
 
 
 def _default(field: Field[Any]) -> Any:
-    """The default of the command's parameter; of a tuple None, which leaves the option class its own."""
+    """Return the default of the command's parameter; None for a tuple, whose default the option class supplies."""
     if field.default is MISSING:
         return inspect.Parameter.empty
     return None if isinstance(field.default, tuple) else field.default
 
 
 def _option(field: Field[Any], kind: Any) -> Any:
-    """The parameter's annotation, as Typer reads it."""
+    """Return the parameter's Typer annotation."""
     flag: Flag = field.metadata["flag"]
     element, is_many = (get_args(kind)[0], True) if get_origin(kind) is tuple else (kind, False)
     plain = (
-        next((one for one in get_args(element) if one is not NoneType), element) if _is_optional(element) else element
+        next((kind for kind in get_args(element) if kind is not NoneType), element)
+        if _is_optional(element)
+        else element
     )
     base = str if get_origin(plain) is Literal and flag.metavar else plain
     settings: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or _metavar(plain, flag)}
@@ -174,14 +175,15 @@ def _metavar(kind: Any, flag: Flag) -> str | None:
 
 
 def _shown(field: Field[Any]) -> str:
-    """The default of a flag that can be repeated, for its help."""
+    """Return the help text of a repeatable flag's default."""
     if field.default is MISSING or not field.default:
         return ""
-    return f" Without it: {', '.join(f'{one:g}' if isinstance(one, float) else str(one) for one in field.default)}."
+    values = (f"{value:g}" if isinstance(value, float) else str(value) for value in field.default)
+    return f" Default: {', '.join(values)}."
 
 
 def distinct(values: list[Any] | None) -> list[Any] | None:
-    """Keep each value once: numbers by how arms are named after them, paths by the file that they lead to."""
+    """Drop duplicates: numbers are equal if their arm names are, paths if they resolve to the same file."""
 
     def key(value: object) -> object:
         return value.resolve() if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else value
@@ -193,7 +195,7 @@ def distinct(values: list[Any] | None) -> list[Any] | None:
 
 
 def imported(name: str) -> Callable[..., "BenchResult"]:
-    """Return a function that is imported when it is called, such as `quality.index:run_index`."""
+    """Return a wrapper that imports the function, such as `quality.index:run_index`, when it is called."""
 
     def call(*args: Any, **kwargs: Any) -> "BenchResult":
         module, _, function = name.partition(":")

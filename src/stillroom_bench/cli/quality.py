@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from stillroom_bench.instrument.report import BenchResult
 
 RETRIEVAL_HELP = help_text(
-    "Measure how well searches find what people judged relevant, for every way to fuse dense and sparse results.",
-    "A data set is a folder in BEIR layout: corpus.jsonl, queries.jsonl, and qrels/test.tsv or qrels.tsv. Its index is "
-    "built by the first run, which may take minutes, and kept in the work folder for the next ones.",
-    "Prints nDCG@10, Recall@5, Recall@10, Recall@100 and MRR@10 per set and rule, with significance.",
+    "Measure retrieval quality against relevance judgements, for every rule that fuses dense and sparse results.",
+    "A data set is a folder in BEIR layout: corpus.jsonl, queries.jsonl, and qrels/test.tsv or qrels.tsv. The first "
+    "run builds its index, which may take minutes; later runs reuse it from the work folder.",
+    "Prints nDCG@10, Recall@5, Recall@10, Recall@100 and MRR@10 per set and rule, with significance tests.",
     examples=(
         "stillroom bench retrieval --dataset data/nfcorpus",
         "stillroom bench retrieval --dataset data/nfcorpus --dataset data/fiqa --output retrieval.json",
@@ -25,9 +25,9 @@ RETRIEVAL_HELP = help_text(
 )
 
 INDEX_HELP = help_text(
-    "Measure index quality and cost: recall against speed for flat, HNSW and IVF-PQ, hybrid search, BM25.",
-    "The data sets give real texts, questions and embeddings; larger corpora are made from them with a seed. faiss is "
-    "called directly beside our indexes, and hnswlib, usearch and bm25s where they are installed.",
+    "Measure index quality and cost: recall against speed of flat, HNSW and IVF-PQ, hybrid search, and BM25.",
+    "The data sets supply real texts, questions and embeddings; larger corpora are generated from them with a seed. "
+    "Compared with Stillroom's indexes are faiss called directly, and hnswlib, usearch and bm25s if installed.",
     examples=(
         "stillroom bench index --dataset data/nfcorpus --dataset data/fiqa",
         "stillroom bench index --dataset data/nfcorpus --size 10000 --size 50000 --repeat 10 --html index.html",
@@ -35,9 +35,10 @@ INDEX_HELP = help_text(
 )
 
 FILTERS_HELP = help_text(
-    "Measure recall and latency of approximate indexes where a filter leaves 50 %, 10 %, 1 % and 0.1 % of the chunks.",
-    "Filters leave chunks at random, or those of one subject. Beside what Stillroom chooses run the two ways that it "
-    "chooses between: comparing all that is allowed, and walking or scanning the index in any case.",
+    "Measure recall and latency of approximate indexes under filters that allow 50 %, 10 %, 1 % and 0.1 % of the "
+    "chunks.",
+    "A filter allows random chunks, or the chunks of one subject. Stillroom's choice of strategy is compared with each "
+    "strategy alone: compare the query with all allowed chunks, or always search the approximate index.",
     examples=(
         "stillroom bench filters --dataset data/nfcorpus",
         "stillroom bench filters --dataset data/nfcorpus --size 200000 --output filters.json",
@@ -45,8 +46,9 @@ FILTERS_HELP = help_text(
 )
 
 QUESTIONS_HELP = help_text(
-    "Measure what the query cache saves when some questions are asked often and documents change now and then.",
-    "Questions of the data set arrive at random times, popular ones more often. Compares no cache with the cache.",
+    "Measure the time that the query cache saves when questions repeat and documents change.",
+    "Questions of the data set arrive at random times, popular questions more often. Compares search with and without "
+    "the cache.",
     examples=(
         "stillroom bench questions --dataset data/nfcorpus",
         "stillroom bench questions --dataset data/nfcorpus --rate 50 --change-every 20 --zipf 1.2",
@@ -54,8 +56,8 @@ QUESTIONS_HELP = help_text(
 )
 
 RUNTIME_HELP = help_text(
-    "Measure the decoder on random weights of one shape: prefill, decoding, batches, memory, beside other runtimes.",
-    "Each peer runs in a process of its own under the Python that has it installed; `transformers` is always measured.",
+    "Measure prefill, decoding, batches and memory of the decoder on random weights, compared with other runtimes.",
+    "Each peer runs in its own process under the Python that has it installed; `transformers` is always measured.",
     examples=(
         "stillroom bench runtime",
         "stillroom bench runtime --peer llama.cpp=llama/bin/python --peer vllm=vllm/bin/python --dtype bfloat16",
@@ -63,8 +65,9 @@ RUNTIME_HELP = help_text(
 )
 
 FIXED_SHAPES_HELP = help_text(
-    "Measure what runtime.fixed_shapes gives and costs: answers that reuse of exact prefixes changes, and time.",
-    "The same questions over random documents, one at a time, with and without reuse, with and without fixed shapes.",
+    "Measure runtime.fixed_shapes: how many answers exact prefix reuse changes, and the time to first token.",
+    "The same questions over random documents run one at a time, with and without reuse, with and without fixed "
+    "shapes.",
     examples=(
         "stillroom bench fixed-shapes",
         "stillroom bench fixed-shapes --model ./models/qwen2.5-0.5b --questions 500 --output fixed-shapes.json",
@@ -72,12 +75,12 @@ FIXED_SHAPES_HELP = help_text(
 )
 
 QUALITY_HELP = help_text(
-    "Measure what reuse anywhere costs in answers: exact match and agreement with a full prefill.",
-    "Questions come from a JSON-lines file (`chunks`, which are texts, `question`, and if known `answer` and `kind`), "
+    "Measure how reuse at any position changes answers: exact match and agreement with a full prefill.",
+    "Questions come from a JSON-lines file (`chunks`, a list of texts, `question`, optional `answer` and `kind`), "
     "from a JSON list (`ctxs` with `title` and `text`, `question`, `answers`), or from a data set in BEIR layout. The "
-    "KV of each chunk is computed behind a chunk of another question, then reused where the question has it, with a "
-    "share of its tokens computed again. Compared are all token selectors, a prefix cache, and one that reorders "
-    "documents. How to read it: docs/chunk-reuse.md.",
+    "KV of each chunk is computed behind a chunk of another question, then reused at its position in the prompt, with "
+    "a share of its tokens recomputed. Compared are all token selectors, a prefix cache, and a prefix cache that "
+    "reorders documents. How to read it: docs/chunk-reuse.md.",
     examples=(
         "stillroom bench quality --questions eval.jsonl",
         "stillroom bench quality --questions data/xquad --limit 200 --model ./model --words 60",
@@ -87,10 +90,11 @@ QUALITY_HELP = help_text(
 )
 
 SAVINGS_HELP = help_text(
-    "Count the prompt tokens that need not be computed when searches find the same passages again.",
-    "Compared are prefix caching, the same with passages reordered (Cache-Craft's SET-CACHE), and reuse anywhere, on "
-    "the real tree without its bytes. A trace is JSON with `retrieved_docs` (a list of texts per request), or JSON "
-    "lines with such a list each. Nothing is timed, so figures repeat. How to read it: docs/chunk-reuse.md.",
+    "Count the prompt tokens that reuse saves when searches return the same passages again.",
+    "Compared are prefix caching, prefix caching with reordered passages (Cache-Craft's SET-CACHE), and reuse at any "
+    "position. The knowledge tree makes the decisions; no KV is computed. A trace is JSON with `retrieved_docs` (a "
+    "list of texts per request), or JSON lines with one such list each. Results are deterministic, because nothing is "
+    "timed. How to read it: docs/chunk-reuse.md.",
     examples=(
         "stillroom bench savings --trace rag.json",
         "stillroom bench savings --trace one.json --trace two.jsonl --capacity 0.2 --ratio 0.15 --output savings.json",

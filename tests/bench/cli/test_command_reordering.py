@@ -35,7 +35,7 @@ def test_defaults(run: Run, calls: Calls) -> None:
     result = run("bench", "pipeline", "reordering", "--work-dir", "w", "--output", "found.json")
 
     assert "| first come | 1 |" in result.out
-    assert result.err == "1.5x/first come, run 1\nkept in found.json\n" and Path("found.json").exists()
+    assert result.err == "1.5x/first come, run 1\nresult saved in found.json\n" and Path("found.json").exists()
     assert calls == [(ReorderingOptions(), Path("w"))]
 
 

@@ -73,7 +73,7 @@ def test_validation(run: Run, calls: list[Any]) -> None:
 def test_flags_that_a_validation_would_ignore_are_refused(run: Run, calls: list[Any], flags: str) -> None:
     result = run("bench", "simulate", "--validate", *flags.split())
 
-    assert result.code == 2 and f"{flags.split()[0]} does nothing with --validate" in result.err and not calls
+    assert result.code == 2 and f"{flags.split()[0]} has no effect with --validate" in result.err and not calls
 
 
 def test_unknown_experiment_is_a_wrong_call(run: Run) -> None:

@@ -46,14 +46,14 @@ def test_each_benchmark_gets_its_flags(run: Run, calls: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--answers --share 0.2", "--share does nothing with --answers"),
-        ("--answers --batch 1", "--batch does nothing with --answers"),
-        ("--drift --batch 1", "--batch does nothing with --drift"),
+        ("--answers --share 0.2", "--share has no effect with --answers"),
+        ("--answers --batch 1", "--batch has no effect with --answers"),
+        ("--drift --batch 1", "--batch has no effect with --drift"),
         ("--drift --share 0.2 --share 0.3", "--drift takes one --share"),
         ("--drift --answers", "--drift and --answers are different benchmarks"),
         ("--predict --answers --drift", "--drift and --answers and --predict are different benchmarks"),
-        ("--half-life 500", "--half-life does nothing without --drift"),
-        ("--predict --half-life 500", "--half-life does nothing with --predict"),
+        ("--half-life 500", "--half-life has no effect without --drift"),
+        ("--predict --half-life 500", "--half-life has no effect with --predict"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(run: Run, calls: list[Any], flags: str, message: str) -> None:

@@ -20,7 +20,7 @@ def test_a_result_is_printed_kept_drawn_and_compared(run: Run, tmp_path: Path) -
     old = tmp_path / "old.json"
     first = run(*FLAGS, "--output", str(old), "--html", str(tmp_path / "page.html"))
     assert first.code == 0 and "| sketch/stillroom | operation_seconds |" in first.out
-    assert "run 2: " in first.err and "kept in" in first.err
+    assert "run 2: " in first.err and "result saved in" in first.err
     assert "<svg" in (tmp_path / "page.html").read_text()
     assert len(json.loads(old.read_text())["arms"]["sketch/stillroom"]["operation_seconds"]["samples"]) == 2
 

@@ -72,4 +72,4 @@ def test_values_out_of_range_and_unknown_flags_are_refused(app: typer.Typer, see
 def test_help_shows_defaults_of_repeatable_flags(app: typer.Typer) -> None:
     shown = CliRunner().invoke(app, ["sizes", "--help"], env={"COLUMNS": "200"}).output
 
-    assert "Share of the lists; can be repeated. Without it: 0.1, 0.5." in shown and "num-hidden" not in shown
+    assert "Share of the lists; can be repeated. Default: 0.1, 0.5." in shown and "num-hidden" not in shown
