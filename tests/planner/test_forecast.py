@@ -89,6 +89,6 @@ def test_lists_on_a_device_equal_a_worked_example() -> None:
 
 def test_fewest_bytes_on_devices_hold_the_same_lists() -> None:
     forecaster = Forecaster(make_inputs(num_devices=2))
-    assert [forecaster.fitted_on_devices(room) for room in (0, 31, 32, 100, 160, 10**6)] == [0, 0, 32, 96, 160, 160]
-    assert forecaster.fitted(ALL, 96) == 4 * LIST_BYTES, "six of ten lists are on the devices"
-    assert Forecaster(make_inputs()).fitted_on_devices(10**6) == 0
+    assert [forecaster.least_device_bytes(room) for room in (0, 31, 32, 100, 160, 10**6)] == [0, 0, 32, 96, 160, 160]
+    assert forecaster.list_bytes_within(ALL, 96) == 4 * LIST_BYTES, "six of ten lists are on the devices"
+    assert Forecaster(make_inputs()).least_device_bytes(10**6) == 0

@@ -12,7 +12,7 @@ from stillroom.planner.constraints import Sufficient
 from stillroom.planner.forecast import Forecaster, Variation
 from stillroom.planner.plan_json import plan_as_json
 from stillroom.planner.planner import make_plan
-from stillroom.planner.splits import Budgets, Split, candidates
+from stillroom.planner.splits import Budgets, Split, candidate_splits
 from stillroom.planner.workload import QuestionCounts
 from tests.planner.made import LIST_BYTES, NUM_LISTS, make_inputs, with_costs
 
@@ -28,7 +28,9 @@ def test_choice_is_the_best_of_all_splits(percent: float) -> None:
     plan = make_plan(Forecaster(make_inputs(rate=4.0)), BUDGETS, Target(100.0, percent))
 
     fresh = Forecaster(make_inputs(rate=4.0))
-    tried = {split: fresh.forecast(split).percentile(percent) for split in candidates(BUDGETS, fresh.list_bytes, fresh)}
+    tried = {
+        split: fresh.forecast(split).percentile(percent) for split in candidate_splits(BUDGETS, fresh.list_bytes, fresh)
+    }
     best = min(tried.values())
     assert len(tried) == NUM_LISTS + 1 and plan.chosen.forecast.percentile(percent) <= 1.01 * best
     nearly = [split.host_lists for split, seconds in tried.items() if seconds <= 1.01 * best]
@@ -163,7 +165,7 @@ def test_choice_with_devices_is_the_best_of_all_splits() -> None:
     fresh = Forecaster(few)
     tried = {
         (split.device_lists, split.host_lists): fresh.forecast(split).percentile(95)
-        for split in candidates(on_one_device(700, ram=ALL), ALL, fresh)
+        for split in candidate_splits(on_one_device(700, ram=ALL), ALL, fresh)
     }
     assert len({held for held, _ in tried}) == 6 and len(tried) > 20
     best = min(tried.values())

@@ -3,22 +3,22 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.planner.splits import NUM_DEVICE_STEPS, Budgets, Split, candidates
+from stillroom.planner.splits import NUM_DEVICE_STEPS, Budgets, Split, candidate_splits
 
 
-class Fit:
+class UniformLists:
     """Lists of one size: only whole ones fit. On a device they take half of it."""
 
     def __init__(self, size: int, num_lists: int = 0, num_devices: int = 0) -> None:
         self.size, self.num_lists, self.num_devices = size, num_lists, num_devices
 
-    def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
+    def list_bytes_within(self, ram_bytes: int, device_lists: int = 0) -> int:
         fitting = ram_bytes // self.size * self.size
         return (
             min(fitting, self.size * (self.num_lists - self._num_on_devices(device_lists))) if device_lists else fitting
         )
 
-    def fitted_on_devices(self, device_lists: int) -> int:
+    def least_device_bytes(self, device_lists: int) -> int:
         return -(-self._num_on_devices(device_lists) // self.num_devices) * self.size // 2
 
     def _num_on_devices(self, device_lists: int) -> int:
@@ -27,24 +27,26 @@ class Fit:
 
 def test_splits_equal_a_worked_example() -> None:
     budgets = Budgets(device=10, ram=60, disk=90)
-    assert candidates(budgets, 80, Fit(40), num_steps=4) == [
+    assert candidate_splits(budgets, 80, UniformLists(40), num_steps=4) == [
         Split(device_kv=10, host_kv=60, disk_kv=10, host_lists=0, disk_lists=80),
         Split(device_kv=10, host_kv=20, disk_kv=10, host_lists=40, disk_lists=80),
     ], "80 bytes do not fit into RAM; the file holds all lists"
 
 
 def test_index_without_lists_leaves_all_memory_to_kv() -> None:
-    assert candidates(Budgets(device=1, ram=2, disk=3), 0, Fit(1)) == [Split(device_kv=1, host_kv=2, disk_kv=3)]
+    assert candidate_splits(Budgets(device=1, ram=2, disk=3), 0, UniformLists(1)) == [
+        Split(device_kv=1, host_kv=2, disk_kv=3)
+    ]
 
 
 def test_no_split_if_the_disk_cannot_hold_all_lists() -> None:
-    assert candidates(Budgets(device=1, ram=500, disk=99), 100, Fit(1)) == []
+    assert candidate_splits(Budgets(device=1, ram=500, disk=99), 100, UniformLists(1)) == []
 
 
 def test_lists_on_the_models_device_equal_a_worked_example() -> None:
     """Five lists of 20, 10 each on a device; the first of these two is the model's."""
     budgets = Budgets(device=40, ram=45, disk=100, device_lists=20, shares_device=True)
-    found = candidates(budgets, 100, Fit(20, 5, 2), num_steps=2, num_device_steps=2)
+    found = candidate_splits(budgets, 100, UniformLists(20, 5, 2), num_steps=2, num_device_steps=2)
     assert [(split.device_lists, split.device_kv, split.host_lists, split.host_kv) for split in found] == [
         (0, 40, 0, 45),
         (0, 40, 20, 25),
@@ -60,7 +62,7 @@ def test_lists_on_the_models_device_equal_a_worked_example() -> None:
 
 def test_lists_on_other_devices_take_nothing_from_kv() -> None:
     budgets = Budgets(device=40, ram=0, disk=100, device_lists=30)
-    found = candidates(budgets, 100, Fit(20, 5, 1), num_device_steps=3)
+    found = candidate_splits(budgets, 100, UniformLists(20, 5, 1), num_device_steps=3)
     assert [(split.device_lists, split.device_kv) for split in found] == [(0, 40), (10, 40), (20, 40), (30, 40)]
 
 
@@ -73,7 +75,7 @@ def test_every_split_uses_the_budgets_and_holds_all_lists(
 ) -> None:
     budgets = Budgets(device=5, ram=ram, disk=disk)
     list_bytes = list_bytes // size * size
-    found = candidates(budgets, list_bytes, Fit(size), num_steps)
+    found = candidate_splits(budgets, list_bytes, UniformLists(size), num_steps)
     for split in found:
         assert split.ram == ram and split.disk_kv + split.disk_lists == disk
         assert split.host_lists <= split.disk_lists == list_bytes
@@ -89,7 +91,7 @@ def test_every_split_uses_the_budgets_of_devices_too(
 ) -> None:
     size = 2 * size
     budgets = Budgets(device=device, ram=ram, disk=10**9, device_lists=device, shares_device=shares)
-    found = candidates(budgets, num_lists * size, Fit(size, num_lists, num_devices))
+    found = candidate_splits(budgets, num_lists * size, UniformLists(size, num_lists, num_devices))
     for split in found:
         assert split.device_kv + shares * split.device_lists == device and split.ram == ram
         assert min(split.device_kv, split.device_lists, split.host_lists, split.host_kv) >= 0

@@ -171,12 +171,12 @@ def _budgets(
     index = forecaster.inputs.index
     has_devices = index is not None and bool(index.devices)
     device_bytes = config.index.device_bytes if has_devices else 0
-    device_lists = forecaster.fitted_on_devices(device_bytes)
+    device_lists = forecaster.least_device_bytes(device_bytes)
     now = Split(
         device_kv=config.runtime.kv_bytes,
         host_kv=config.reuse.host_bytes,
         disk_kv=config.reuse.disk_bytes,
-        host_lists=forecaster.fitted(hot_bytes or lists, device_lists),
+        host_lists=forecaster.list_bytes_within(hot_bytes or lists, device_lists),
         disk_lists=lists,
         device_lists=device_lists,
         num_devices=forecaster.num_devices,

@@ -123,11 +123,11 @@ class Forecaster:
         """Devices that may hold lists."""
         return 0 if self.inputs.index is None else len(self.inputs.index.devices)
 
-    def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
+    def list_bytes_within(self, ram_bytes: int, device_lists: int = 0) -> int:
         """Return the bytes of the hottest lists that fit into RAM, after `device_lists` bytes on each device."""
         return 0 if self.inputs.index is None else self.division(ram_bytes, device_lists).ram_bytes
 
-    def fitted_on_devices(self, device_lists: int) -> int:
+    def least_device_bytes(self, device_lists: int) -> int:
         """Return the fewest bytes on each device that hold the same lists as `device_lists` bytes do."""
         if not self.num_devices:
             return 0

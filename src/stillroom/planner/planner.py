@@ -11,7 +11,7 @@ from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.planner.choice import Option, Target, choose, simulate_splits
 from stillroom.planner.constraints import Shortfall, Sufficient, smallest_hit_rate
 from stillroom.planner.forecast import Forecast, Forecaster, Variation
-from stillroom.planner.splits import Budgets, Split, candidates
+from stillroom.planner.splits import Budgets, Split, candidate_splits
 from stillroom.planner.what_if import Effect, purchases, sensitivity
 from stillroom.retrieval.tiers.hit_rates import HitRates
 from stillroom.retrieval.tiers.search_model import hits_of
@@ -76,7 +76,7 @@ def make_plan(
     Raises:
         UsageError: no split is possible: the disk cannot hold the lists, or the device cannot hold a prompt.
     """
-    splits = candidates(budgets, forecaster.list_bytes, forecaster)
+    splits = candidate_splits(budgets, forecaster.list_bytes, forecaster)
     if not splits:
         missing = forecaster.list_bytes - budgets.disk
         raise UsageError(

@@ -55,19 +55,19 @@ class ListPacking(Protocol):
         """Devices for lists."""
         ...
 
-    def fitted(self, ram_bytes: int, device_lists: int = 0) -> int:
+    def list_bytes_within(self, ram_bytes: int, device_lists: int = 0) -> int:
         """Return the bytes of the lists that fit into `ram_bytes`, after `device_lists` bytes on each device."""
         ...
 
-    def fitted_on_devices(self, device_lists: int) -> int:
+    def least_device_bytes(self, device_lists: int) -> int:
         """Return the fewest bytes on each device that hold the same lists as `device_lists` bytes do."""
         ...
 
 
-def candidates(
+def candidate_splits(
     budgets: Budgets,
     list_bytes: int,
-    fits: ListPacking,
+    packing: ListPacking,
     num_steps: int = NUM_STEPS,
     num_device_steps: int = NUM_DEVICE_STEPS,
 ) -> list[Split]:
@@ -82,10 +82,10 @@ def candidates(
     if list_bytes > budgets.disk:
         return []
     found: dict[tuple[int, int], Split] = {}
-    for device_lists in _on_devices(budgets, fits, num_device_steps) if list_bytes else [0]:
-        most = min(fits.fitted(list_bytes, device_lists), budgets.ram) if list_bytes else 0
+    for device_lists in _on_devices(budgets, packing, num_device_steps) if list_bytes else [0]:
+        most = min(packing.list_bytes_within(list_bytes, device_lists), budgets.ram) if list_bytes else 0
         for step in range(num_steps + 1):
-            host_lists = fits.fitted(most * step // num_steps, device_lists) if list_bytes else 0
+            host_lists = packing.list_bytes_within(most * step // num_steps, device_lists) if list_bytes else 0
             found[device_lists, host_lists] = Split(
                 device_kv=budgets.device - (device_lists if budgets.shares_device else 0),
                 host_kv=budgets.ram - host_lists,
@@ -93,17 +93,17 @@ def candidates(
                 host_lists=host_lists,
                 disk_lists=list_bytes,
                 device_lists=device_lists,
-                num_devices=fits.num_devices if list_bytes else 0,
+                num_devices=packing.num_devices if list_bytes else 0,
             )
     return list(found.values())
 
 
-def _on_devices(budgets: Budgets, fits: ListPacking, num_steps: int) -> list[int]:
+def _on_devices(budgets: Budgets, packing: ListPacking, num_steps: int) -> list[int]:
     """Return the grid of bytes for lists on each device."""
-    if not fits.num_devices:
+    if not packing.num_devices:
         return [0]
-    most = fits.fitted_on_devices(budgets.device_lists)
-    return sorted({fits.fitted_on_devices(most * step // num_steps) for step in range(num_steps + 1)})
+    most = packing.least_device_bytes(budgets.device_lists)
+    return sorted({packing.least_device_bytes(most * step // num_steps) for step in range(num_steps + 1)})
 
 
 def split_settings(split: Split) -> dict[str, int | str]:

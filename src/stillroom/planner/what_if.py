@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from stillroom.errors import PromptTooLongError
 from stillroom.planner.choice import Target, choose, simulate_splits
 from stillroom.planner.forecast import Forecast, Forecaster, Variation
-from stillroom.planner.splits import Budgets, Split, candidates
+from stillroom.planner.splits import Budgets, Split, candidate_splits
 
 _GPU = 10.0
 """Assumed speed-up of a GPU; not measured on any."""
@@ -40,10 +40,10 @@ def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) 
         ]
         if forecaster.list_bytes:
             host_lists = min(int(split.host_lists * times), forecaster.list_bytes)
-            fitted = forecaster.fitted(host_lists, split.device_lists)
-            others.insert(0, (f"{word} the lists in RAM", replace(split, host_lists=fitted)))
+            list_bytes_within = forecaster.list_bytes_within(host_lists, split.device_lists)
+            others.insert(0, (f"{word} the lists in RAM", replace(split, host_lists=list_bytes_within)))
         if split.num_devices:
-            device_lists = forecaster.fitted_on_devices(int(split.device_lists * times))
+            device_lists = forecaster.least_device_bytes(int(split.device_lists * times))
             others.insert(0, (f"{word} the lists on devices", replace(split, device_lists=device_lists)))
         for name, other in others:
             found.append(_try(forecaster, name, other, Variation()))
@@ -89,7 +89,7 @@ def purchases(
 
 def _best_split(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:
     """Forecast the best split of other budgets, from a coarser grid than the plan's."""
-    splits = candidates(budgets, forecaster.list_bytes, forecaster, 4, 2)
+    splits = candidate_splits(budgets, forecaster.list_bytes, forecaster, 4, 2)
     return Effect(
         name, choose(simulate_splits(forecaster, splits, lambda: None), target.percent).forecast, "split again"
     )
