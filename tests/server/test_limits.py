@@ -238,7 +238,7 @@ def limited_kb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
 
 def test_deadline_includes_the_search(limited_kb: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result of the late search is dropped."""
-    go_on, search = threading.Event(), limited_kb.search_staged.search_staged
+    go_on, search = threading.Event(), limited_kb._search.search_staged
 
     def slow(*arguments: Any) -> Any:
         go_on.wait(20)
