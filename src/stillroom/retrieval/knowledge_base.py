@@ -1,4 +1,4 @@
-"""A folder with documents, their embeddings and the indexes over them: what `stillroom add` fills and `ask` searches.
+"""The knowledge base: documents in a folder, their embeddings and indexes; `add` fills it, `search` searches it.
 
     kb/manifest.json     settings that it was made with; they override the configuration
     kb/corpus.sqlite3    the truth: text and embeddings

@@ -82,5 +82,5 @@ def format_of(path: Path) -> Format | None:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether each line of the file is a document of its own."""
+    """Return whether each line of a file is a document."""
     return path.suffix.lower() in JSONL
