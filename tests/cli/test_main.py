@@ -76,7 +76,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["ask", "x", "--top-p", "0"], "above 0 and at most 1"),
         (["ask", "x", "--temperature", "-1"], "at least 0"),
         (["add", "nowhere.md"], "does not exist"),
-        (["add", ""], "an empty path"),
+        (["add", ""], "a path is empty"),
         (["search", "x", "--where", ""], "the filter is empty"),
         (["ask", "x", "--where", "  "], "the filter is empty"),
         (["serve", "--port", "70000"], "--port"),

@@ -80,7 +80,7 @@ def test_options_are_applied_and_checked(stillroom: Stillroom) -> None:
             stillroom.ask(question, bad)
     with pytest.raises(UsageError, match="empty"):
         stillroom.ask("  ")
-    with pytest.raises(UsageError, match="room for 0 tokens; lower max_tokens"):
+    with pytest.raises(UsageError, match="leaves room for 0; lower max_tokens"):
         stillroom.ask(question, AskOptions(max_tokens=2048))
 
 

@@ -155,7 +155,7 @@ def test_device_lost_during_recompute_changes_no_token(decoder: Decoder, tmp_pat
         fixture = EngineFixture(decoder, tmp_path / name, **changes)
         outage = Outage(fixture, fails)
         owner: Any = {"placing": fixture.cache.device, "deviation pass": runner_of(fixture)}.get(phase, decoder)
-        method = {"placing": "place", "deviation pass": "_probe"}.get(phase, "hidden_states")
+        method = {"placing": "place", "deviation pass": "_run_deviation_pass"}.get(phase, "hidden_states")
         with pytest.MonkeyPatch.context() as patch:
             outage.put_into(patch, owner, method)
             fixture.submit(question("one", 3, 2), replace(question("one", 3, 2), request_id=RequestId("one/1")))

@@ -85,7 +85,7 @@ def test_rate_above_the_throughput_misses_the_target(
     show(plan, forecaster.inputs, QuestionCounts(forecaster.inputs.texts, (1,) * 10, "made"), 1)
 
     printed = capsys.readouterr().out
-    assert f"search and model serve only {plan.throughput:.3g}/s" in printed and "The load binds" in printed
+    assert f"search and model serve only {plan.throughput:.3g}/s" in printed and "The load is the limit" in printed
 
 
 def test_highest_rate_tried_is_reported_as_at_least(capsys: pytest.CaptureFixture[str]) -> None:

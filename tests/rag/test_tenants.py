@@ -192,7 +192,7 @@ def test_no_tenant_is_ready_after_the_engine_has_failed(
     def broken(_: Engine) -> bool:
         raise MemoryError
 
-    monkeypatch.setattr(KnowledgeTree, "tend", lambda _: False)
+    monkeypatch.setattr(KnowledgeTree, "store_next", lambda _: False)
     with Stillroom.open(tmp_path / "own") as own, own.for_tenant(tmp_path / "a", "a") as a:
         for stillroom in (own, a):
             assert not stillroom.is_ready

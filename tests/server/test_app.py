@@ -26,7 +26,7 @@ def test_health_shows_the_tiers_of_an_index(client: httpx.Client, stillroom: Fak
 
     on_devices = dataclasses.replace(stillroom.list_figures, num_lists_on_devices=2)
     stillroom.list_figures = on_devices
-    assert client.get("/healthz").json()["index_lists"] == {"device": 2, "ram": 3, "total": 10}
+    assert client.get("/healthz").json()["index_lists"] == {"device": 2, "host": 3, "total": 10}
 
 
 def test_metrics_count_routes_by_template(client: httpx.Client) -> None:

@@ -37,12 +37,12 @@ class AttentionObservers:
     """Passes each layer to several observers."""
 
     def __init__(self, observers: Sequence[AttentionObserver]) -> None:
-        self._watches = observers
+        self._observers = observers
 
     def observe(
         self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, window: int | None, softcap: float | None
     ) -> None:
-        for observer in self._watches:
+        for observer in self._observers:
             observer.observe(q_THD, k_SGD, scale, window, softcap)
 
 

@@ -81,13 +81,13 @@ class ModelledRunner:
 
     def step_seconds(self, batch: Batch) -> float:
         """Return the seconds of a step. Deviation passes run before it, each alone, through the first layers only."""
-        probes = sum(self._seconds(entry) for entry in batch.sequences if entry.is_deviation_pass)
+        deviation_passes = sum(self._seconds(entry) for entry in batch.sequences if entry.is_deviation_pass)
         whole = [self._seconds(entry) for entry in batch.sequences if not entry.is_deviation_pass]
         smallest = self._costs.prefill_seconds(0, 1)
         step = smallest + sum(max(seconds - smallest, 0.0) for seconds in whole) if whole else 0.0
         per_step, per_sequence = self._extra_seconds
         extra = per_step + per_sequence * (len(batch.sequences) - 1)
-        return step + probes * DEVIATION_LAYERS / self._num_layers + extra
+        return step + deviation_passes * DEVIATION_LAYERS / self._num_layers + extra
 
     def _seconds(self, entry: ScheduledSequence) -> float:
         """Return the seconds of a step with this entry alone."""

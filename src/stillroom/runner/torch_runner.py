@@ -60,7 +60,7 @@ class TorchRunner:
         self._check_store()
         if batch.copies:
             self.store.copy_blocks(batch.copies)
-        deviations = {one.request_id: self._probe(one) for one in batch.sequences if one.is_deviation_pass}
+        deviations = {one.request_id: self._run_deviation_pass(one) for one in batch.sequences if one.is_deviation_pass}
         if deviations:
             batch = Batch(tuple(one for one in batch.sequences if not one.is_deviation_pass))
         if not batch.sequences:
@@ -110,7 +110,7 @@ class TorchRunner:
         if self.store.is_lost:
             raise DeviceLostError("the KV on the device is gone")
 
-    def _probe(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
+    def _run_deviation_pass(self, sequence: ScheduledSequence) -> NDArray[np.float32]:
         """Run the first layers, and return each token's squared distance between its old and new values."""
         if self._shallow is None:
             self._shallow = self.decoder.first_layers(DEVIATION_LAYERS)
@@ -174,20 +174,20 @@ class _BatchObserver:
     def __init__(self, batch: Batch, packed: PackedInput) -> None:
         assert isinstance(packed.plan, AttentionPlan)
         pairs = list(zip(batch.sequences, packed.plan.spans, strict=True))
-        self._looks = {sequence.request_id: span for sequence, span in pairs if sequence.is_query_pass}
-        self._attention = QueryPassObserver(list(self._looks.values()))
+        self._query_passes = {sequence.request_id: span for sequence, span in pairs if sequence.is_query_pass}
+        self._attention = QueryPassObserver(list(self._query_passes.values()))
         self._masses = {
             sequence.request_id: MassObserver(span, sequence.mass_request)
             for sequence, span in pairs
             if sequence.mass_request is not None
         }
-        observers: list[AttentionObserver] = [self._attention] if self._looks else []
+        observers: list[AttentionObserver] = [self._attention] if self._query_passes else []
         observers += self._masses.values()
         self.observer = AttentionObservers(observers) if observers else None
 
     def results(self) -> tuple[dict[RequestId, NDArray[np.float32]], dict[RequestId, AttentionMasses]]:
-        """Return the shares of query passes, and the masses of entries with `weighing`."""
-        attention = dict(zip(self._looks, self._attention.shares(), strict=True)) if self._looks else {}
+        """Return the shares of query passes, and the masses of entries with `mass_request`."""
+        attention = dict(zip(self._query_passes, self._attention.shares(), strict=True)) if self._query_passes else {}
         return attention, {name: observer.masses() for name, observer in self._masses.items()}
 
 

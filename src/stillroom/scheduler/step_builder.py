@@ -25,13 +25,13 @@ def schedule_tokens(sequence: Sequence, budget: int) -> ScheduledSequence:
 
 
 def _schedule_recompute(sequence: Sequence, recompute: SelectiveRecompute, budget: int) -> ScheduledSequence:
-    """Return a piece of the deviation pass (probe), the query pass (look), or the computing pass after them."""
+    """Return a piece of the deviation pass, the query pass, or the computing pass after them."""
     slots = sequence.table.slots
     if recompute.needs_deviation_pass:
-        probed = recompute.deviation_pass_positions(sequence.num_tokens, budget)
-        token_ids = sequence.tokens(probed.start, probed.stop)
+        piece = recompute.deviation_pass_positions(sequence.num_tokens, budget)
+        token_ids = sequence.tokens(piece.start, piece.stop)
         return ScheduledSequence(
-            sequence.request_id, token_ids, probed.start, slots[: probed.stop], (), is_deviation_pass=True
+            sequence.request_id, token_ids, piece.start, slots[: piece.stop], (), is_deviation_pass=True
         )
     if recompute.needs_query_pass:
         positions = recompute.query_pass_positions(sequence.num_tokens, budget)
