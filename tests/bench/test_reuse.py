@@ -19,7 +19,7 @@ from stillroom_bench.experiments.reuse import run_reuse
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
 from stillroom_bench.experiments.reuse_search import FaissSearch, Searched
-from stillroom_bench.experiments.reuse_worker import common_prefix
+from stillroom_bench.experiments.reuse_worker import DRIVING, RUNTIMES, SEARCH, common_prefix, script
 from stillroom_bench.instrument.report import to_markdown
 from stillroom_bench.instrument.statistics import ratio_of_means
 from stillroom_bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
@@ -102,6 +102,11 @@ def test_one_after_the_other() -> None:
     runtime = OneAtATime()
     assert runtime.drive(3, None) == [1.0, 1.0, 1.0]
     assert runtime.num_to_tend < 0, "what is left to do is done before the next who is measured"
+
+
+def test_worker_finds_the_files_that_it_loads_by_path() -> None:
+    assert callable(script(DRIVING).drive)
+    assert callable(script(RUNTIMES).LlamaCppRuntime) and callable(script(SEARCH).FaissSearch)
 
 
 def test_common_prefix() -> None:

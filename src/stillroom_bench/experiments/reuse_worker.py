@@ -1,7 +1,7 @@
 """One arm of `stillroom bench reuse` in a process of its own: answers JSON lines on standard input, a line each.
 
-Runs as a script under the Python that has the runtime installed, so it imports nothing of Stillroom before it is asked
-to. How requests are sent and timed: `rag.simulation.driving`, which is loaded by its path.
+Runs as a script under the Python that has the runtime installed, so it imports Stillroom only for Stillroom's own arms.
+`stillroom.planner.simulation.driving`, which sends and times requests, is loaded by its path.
 
     python reuse_worker.py NAME MODEL_FOLDER NUM_THREADS SETTINGS_JSON
 """
@@ -18,6 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stillroom.planner.simulation.driving import DrivenRuntime, Stepped
+
+
+DRIVING = Path(__file__).parents[2] / "stillroom" / "planner" / "simulation" / "driving.py"
+"""The two packages are installed side by side."""
+RUNTIMES = Path(__file__).parents[1] / "quality" / "runtime_worker.py"
+SEARCH = Path(__file__).with_name("reuse_search.py")
 
 
 class VllmReuse:
@@ -82,8 +88,8 @@ class LlamaCppReuse:
     context goes on from where the next prompt and the last one part."""
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
-        runtimes = sibling("runtime_worker")
-        self.inner: Any = runtimes.LlamaCppReuse(folder, "bfloat16", num_threads)
+        runtimes = script(RUNTIMES)
+        self.inner: Any = runtimes.LlamaCppRuntime(folder, "bfloat16", num_threads)
         self.num_tokens: int = settings["max_tokens"]
         self.queue: deque[tuple[int, list[int]]] = deque()
         self.kept: list[int] = []
@@ -136,14 +142,12 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at in range(limit) if one[at] != other[at]), limit)
 
 
-def sibling(name: str) -> Any:
-    """Another script of this folder, which is not on the path: our `statistics` is not the library's."""
-    return script(Path(__file__).with_name(f"{name}.py"))
-
-
 def script(path: Path) -> Any:
-    """A file that imports nothing of Stillroom, as a module."""
-    spec = importlib.util.spec_from_file_location(f"sibling_{path.stem}", path)
+    """Load a file that imports nothing of Stillroom as a module.
+
+    Its folder is not on the module path, because `statistics` of the bench would shadow the standard library's.
+    """
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -165,14 +169,14 @@ PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], "DrivenRuntime"]] = 
 
 def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
     """Load, say so, then answer until the input ends."""
-    drive = script(Path(__file__).parents[1] / "rag" / "simulation" / "driving.py").drive
+    drive = script(DRIVING).drive
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
-    peak_rss_bytes = sibling("runtime_worker").peak_rss_bytes
+    peak_rss_bytes = script(RUNTIMES).peak_rss_bytes
     began, cores = time.perf_counter(), os.sched_getaffinity(0)
     runtime = PEERS.get(name, _ours)(name, folder, settings, num_threads)
     if settings["index"]:
-        searches = sibling("reuse_search")
+        searches = script(SEARCH)
         search = searches.FaissSearch(settings["index"], settings["nprobe"], cores)
         runtime = searches.Searched(runtime, search)
     print(json.dumps({"load_seconds": time.perf_counter() - began}), file=answers, flush=True)
