@@ -1,4 +1,4 @@
-"""The benchmark of filters on few vectors: what it measures, not how long it takes."""
+"""Tests `stillroom bench filters` on few vectors."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from stillroom_bench.quality.filters import KINDS, SHARES, WAYS, run_filters
 from stillroom_bench.quality.options import FilterOptions
 
 
-def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_index_filter_and_strategy_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = np.random.default_rng(0).standard_normal((1100, 16)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     questions = tuple(f"question {at}" for at in range(10))
@@ -34,5 +34,5 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(result.samples.values) == names | {"hnsw unfiltered", "ivf_pq unfiltered"}
     for row in result.tables["hnsw, random"][1:]:
         assert row["compare recall"] == 1.0 and row["chosen recall"] > 0.9
-    with pytest.raises(UsageError, match="greater size"):
+    with pytest.raises(UsageError, match="--size 999 is below"):
         run_filters(FilterOptions((Path("data/tiny"),), size=999, repeat=1), tmp_path)

@@ -1,10 +1,10 @@
-"""The command that measures `runtime.fixed_shapes`."""
+"""Tests `stillroom bench fixed-shapes`."""
 
 from stillroom_bench.quality.fixed_shapes import questions, run_fixed_shapes
 from stillroom_bench.quality.options import FixedShapesOptions
 
 
-def test_with_fixed_shapes_no_bit_differs() -> None:
+def test_fixed_shapes_make_reuse_bit_identical() -> None:
     result = run_fixed_shapes(FixedShapesOptions(num_questions=2, repeat=1))
     [rows] = result.tables.values()
     assert [row["fixed shapes"] for row in rows] == ["no", "yes"]
@@ -12,5 +12,5 @@ def test_with_fixed_shapes_no_bit_differs() -> None:
     assert set(result.samples.values) == {"off", "exact", "off, fixed shapes", "exact, fixed shapes"}
 
 
-def test_the_same_seed_asks_the_same_questions() -> None:
+def test_questions_are_reproducible_from_the_seed() -> None:
     assert questions(900, 3, 1) == questions(900, 3, 1) != questions(900, 3, 2)

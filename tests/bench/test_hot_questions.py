@@ -1,4 +1,4 @@
-"""The questions bench: its traffic by hand, and a whole run on a small data set."""
+"""Tests `stillroom bench questions`: its traffic, and a complete run on a small data set."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from stillroom_bench.quality.options import QuestionOptions
 from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
 
-def test_traffic_is_seeded_and_unequal() -> None:
+def test_traffic_is_seeded_and_follows_zipf() -> None:
     questions = [f"question {n}" for n in range(50)]
     traffic = QuestionOptions(Path("set"), num_questions=2000, rate=10.0, zipf=1.0)
     stream, gaps = asked(questions, traffic, seed=1)
@@ -25,31 +25,33 @@ def test_traffic_is_seeded_and_unequal() -> None:
     assert sum(gaps) / len(gaps) == pytest.approx(0.1, rel=0.1)
 
 
-def test_asked_before() -> None:
+def test_asked_before_counts_earlier_occurrences() -> None:
     assert asked_before(["a", "b", "a", "a", "b"], 1) == [False, False, True, True, True]
     assert asked_before(["a", "a", "a"], 2) == [False, False, True]
 
 
-def test_the_corpus_changes_between_the_questions() -> None:
+def test_documents_change_between_questions() -> None:
     events: list[str] = []
     seconds = ask_all(events.append, lambda: events.append("change"), (list("abcde"), [0.0] * 5), every=2)
     assert events == ["a", "b", "change", "c", "d", "change", "e"]
     assert len(seconds) == 5 and min(seconds) >= 0
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_run_measures_both_arms_and_removes_its_copy(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set")
     traffic = QuestionOptions(dataset, num_questions=24, rate=1000.0, change_every=12, repeat=1)
     result = run_questions(traffic, tmp_path / "work", StillroomConfig())
     found = result.samples
     assert set(found.values) == set(CONFIGS)
     assert found.of("no cache", "hit_rate") == [0.0]
-    assert found.of("cache", "hit_rate")[0] >= (24 - 4) / 24, "two questions and two generations: at most four misses"
+    assert found.of("cache", "hit_rate")[0] >= (24 - 4) / 24, (
+        "two questions and two versions of the corpus: at most four misses"
+    )
     assert result.ratio(OURS, "hot_p95_seconds") is not None
-    assert len(list((tmp_path / "work").iterdir())) == 1, "the copy is gone, the original has no news"
+    assert len(list((tmp_path / "work").iterdir())) == 1, "the copy is removed and the original is unchanged"
 
 
-def test_every_arm_waits_for_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_arm_computes_every_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedded: list[set[str]] = []
     embed = Embedder.embed_queries
 

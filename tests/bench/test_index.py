@@ -1,4 +1,4 @@
-"""The whole index benchmark on a corpus of a few hundred vectors: what it measures, not how long it takes."""
+"""Tests `stillroom bench index` on a few hundred vectors."""
 
 import importlib.util
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from stillroom_bench.quality.search_arms import ann_recall, latency_metrics
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random vectors in the place of embedded data sets, and few queries."""
+    """Replace embedded data sets by random vectors with few queries."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((230, 384)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -38,7 +38,7 @@ def run(tmp_path: Path, peers: tuple[str, ...] = (), say: Callable[[str], None] 
 
 
 @pytest.mark.usefixtures("tiny")
-def test_everything_is_measured(tmp_path: Path) -> None:
+def test_every_index_size_and_table_is_measured(tmp_path: Path) -> None:
     said: list[str] = []
     result = run(tmp_path, peers=("faiss",), say=said.append)
     arms = result.samples.values
@@ -54,10 +54,10 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     assert result.parameters["datasets"] == ["tiny"] and result.parameters["sizes"] == [150, 300]
     assert "building flat over 150 vectors" in said
     assert "## tuner" in to_markdown(result)
-    assert not list(tmp_path.iterdir()), "what was made for the run is gone"
+    assert not list(tmp_path.iterdir()), "temporary files are removed"
 
 
-def test_a_peer_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peer_library_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     gone = {"hnswlib", "usearch", "bm25s"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
@@ -73,7 +73,7 @@ def test_a_peer_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["faiss", "hnswlib", "usearch"])
-def test_a_graph_of_another_library_finds_the_same(name: str) -> None:
+def test_peer_graph_finds_true_neighbours(name: str) -> None:
     graphs, notes = graph_peers([name])
     if notes:
         pytest.skip(notes[0])
@@ -88,7 +88,7 @@ def test_a_graph_of_another_library_finds_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_bm25s_agrees_with_our_bm25(tmp_path: Path) -> None:
+def test_bm25s_ranks_matching_documents_first(tmp_path: Path) -> None:
     peer, notes = bm25_peer(["bm25s"])
     if peer is None:
         pytest.skip(notes[0])
@@ -99,13 +99,13 @@ def test_bm25s_agrees_with_our_bm25(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_impossible_wishes(tmp_path: Path) -> None:
+def test_unknown_peer_and_tiny_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown peers annoy; known are faiss"):
         run(tmp_path, peers=("annoy",))
     with pytest.raises(UsageError, match="fewer than 100"):
         run_index(IndexOptions((), sizes=(50,)), tmp_path)
 
 
-def test_recall_of_rankings_and_of_arrays() -> None:
+def test_recall_accepts_rankings_and_arrays() -> None:
     truth = np.array([[1, 2], [3, 4]])
     assert ann_recall([[(ChunkId(2), 0.9), (ChunkId(7), 0.8)], np.array([4, 3])], truth) == 0.75

@@ -1,4 +1,4 @@
-"""Relevance metrics against examples worked by hand."""
+"""Tests relevance metrics against hand-computed values."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from stillroom_bench.quality.ir_metrics import METRICS, evaluate
 
 
-def test_an_example_worked_by_hand() -> None:
+def test_metrics_equal_hand_computed_values() -> None:
     qrels = {"q1": {"a": 2, "b": 1, "c": 0, "z": 1}, "q2": {"x": 1}, "unjudged": {"x": 0}}
     run = {"q1": ["c", "b", "a"], "q2": ["y"], "unjudged": ["x"], "unknown": ["x"]}
     values = evaluate(qrels, run)
@@ -19,7 +19,7 @@ def test_an_example_worked_by_hand() -> None:
     assert values["mrr_at_10"].tolist() == [0.5, 0.0]
 
 
-def test_cutoffs_count_ranks() -> None:
+def test_recall_cutoffs_count_ranks() -> None:
     documents = [f"d{rank}" for rank in range(1, 121)]
     values = evaluate({"q": {"d5": 1, "d10": 1, "d11": 1, "d101": 1}}, {"q": documents})
     assert values["recall_at_5"][0] == 0.25
@@ -28,7 +28,7 @@ def test_cutoffs_count_ranks() -> None:
     assert values["mrr_at_10"][0] == 0.2
 
 
-def test_the_order_given_is_the_order_scored() -> None:
+def test_run_is_scored_in_its_given_order() -> None:
     qrels = {"q": {"a": 1}}
     assert evaluate(qrels, {"q": ["a", "b"]})["mrr_at_10"][0] == 1.0
     assert evaluate(qrels, {"q": ["b", "a"]})["ndcg_at_10"][0] == pytest.approx(1 / math.log2(3))

@@ -1,4 +1,4 @@
-"""Policies: a hand-made trace, Belady's rule beside every possible way to evict, and the report."""
+"""Tests `stillroom bench policies`: a hand-made trace, Belady's rule against exhaustive search, and the report."""
 
 import json
 import random
@@ -28,39 +28,41 @@ from stillroom_bench.loads.reuse_workloads import (
 )
 
 SIZE = 32
-"""Tokens per document here, and per block: the question takes one block, the system prompt two."""
-BESIDE = (SYSTEM_TOKENS + QUESTION_TOKENS) // SIZE
+"""Tokens per document and per block: the question takes one block, the system prompt two."""
+NUM_OTHER_BLOCKS = (SYSTEM_TOKENS + QUESTION_TOKENS) // SIZE
 
 
 def workload(*requests: str) -> ReuseWorkload:
-    """Each letter is a document."""
+    """Make a workload in which each letter is a document."""
     asks = tuple(document_ask([(letter, SIZE) for letter in request]) for request in requests)
     return ReuseWorkload("by hand", asks, block_size=SIZE)
 
 
 def hits(requests: ReuseWorkload, num_documents: int, setup: Setup) -> list[int]:
-    """Documents found, by request, where `num_documents` fit beside the system prompt and a question."""
-    share = (num_documents + BESIDE) / requests.num_distinct_blocks
+    """Return hits per request with capacity for `num_documents` documents, the system prompt and a question."""
+    share = (num_documents + NUM_OTHER_BLOCKS) / requests.num_distinct_blocks
     return [tokens // SIZE for tokens in replay(requests, Capacity(share), setup).hits]
 
 
-def test_what_each_policy_keeps_of_a_trace_made_by_hand() -> None:
-    """Room for two of four documents. A comes four times, then B and C once each, then A again, D, C, A."""
+def test_policies_keep_the_expected_documents_of_a_hand_made_trace() -> None:
+    """Two of four documents fit. A is requested four times, then B, C, A, D, C, A."""
     trace = workload(*"AAAABCADCA")
     warm = [0, 1, 1, 1, 0, 0]
-    assert hits(trace, 2, Setup(policy=lru)) == [*warm, 0, 0, 0, 0], "B and C drove A out, D drove C out, C drove A out"
+    assert hits(trace, 2, Setup(policy=lru)) == [*warm, 0, 0, 0, 0], "B and C evict A, D evicts C, C evicts A"
     assert hits(trace, 2, Setup(policy=lfu)) == [*warm, 1, 0, 0, 1], "A was used most"
     assert hits(trace, 2, Setup(policy=prefix_heat)) == [*warm, 1, 0, 0, 1]
-    assert hits(trace, 2, Setup(policy=None)) == [*warm, 1, 0, 1, 0], "Belady gives up A for D: C comes before it"
-    assert sum(hits(trace, 2, Setup(policy=lru, queue=3))) == 5, "three that wait are as good as the whole future here"
+    assert hits(trace, 2, Setup(policy=None)) == [*warm, 1, 0, 1, 0], (
+        "Belady evicts A for D, because C is used before A"
+    )
+    assert sum(hits(trace, 2, Setup(policy=lru, queue=3))) == 5, "three waiting requests equal full knowledge here"
 
 
-def test_documents_count_only_after_the_same_documents() -> None:
+def test_document_is_a_hit_only_behind_the_same_prefix() -> None:
     assert hits(workload("AB", "AB", "BA", "AC"), 9, Setup()) == [0, 2, 0, 1]
 
 
 def best_possible(requests: ReuseWorkload, num_documents: int) -> int:
-    """The most documents that can be found, over every way to evict: dynamic programming over what is kept."""
+    """Return the most hits over every sequence of evictions, by dynamic programming over the cached set."""
     paths = [[piece.key for piece in ask.pieces[1:]] for ask in requests.asks]
 
     @cache
@@ -82,7 +84,7 @@ def best_possible(requests: ReuseWorkload, num_documents: int) -> int:
 def _closed_subsets(
     nodes: frozenset[bytes], needed: frozenset[bytes], parents: dict[bytes, bytes], limit: int
 ) -> set[frozenset[bytes]]:
-    """Every subset with all that is needed, and each node's parent, of at most `limit` nodes."""
+    """Return every subset of at most `limit` nodes that has the needed nodes and each node's parent."""
     found: set[frozenset[bytes]] = set()
 
     def grow(chosen: frozenset[bytes]) -> None:
@@ -98,7 +100,7 @@ def _closed_subsets(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_beladys_rule_is_the_optimum_of_pieces_of_one_size(seed: int) -> None:
+def test_beladys_rule_is_optimal_for_pieces_of_one_size(seed: int) -> None:
     randomness = random.Random(seed)
     requests = workload(*("".join(randomness.sample("ABCD", 2)) for _ in range(9)))
     for room in (2, 3, 4):
@@ -108,7 +110,7 @@ def test_beladys_rule_is_the_optimum_of_pieces_of_one_size(seed: int) -> None:
             assert sum(hits(requests, room, Setup(policy=policy, queue=3))) <= ours
 
 
-def test_a_made_workload_is_as_unequal_as_asked_and_repeats() -> None:
+def test_generated_workload_is_reproducible_and_has_the_requested_skew() -> None:
     one, again = (made_workload(MMLU_LIKE, 2, num_asks=3000, num_documents=200, seed=1) for _ in range(2))
     assert one.asks == again.asks
     assert one.asks != made_workload(MMLU_LIKE, 2, num_asks=3000, num_documents=200, seed=2).asks
@@ -119,7 +121,7 @@ def test_a_made_workload_is_as_unequal_as_asked_and_repeats() -> None:
     assert zipf_exponent(100, 0.03) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_replaying_twice_gives_the_same() -> None:
+def test_replay_is_deterministic() -> None:
     requests = made_workload(MMLU_LIKE, 3, num_asks=200, num_documents=50)
     for setup in ARMS.values():
         one, again = (replay(requests, Capacity(0.1, 0.1, 0.1), setup) for _ in range(2))
@@ -127,7 +129,7 @@ def test_replaying_twice_gives_the_same() -> None:
 
 
 def unbounded_hit_rate(requests: ReuseWorkload) -> float:
-    """Return the share of document tokens that a cache without limits would have."""
+    """Return the hit rate of a cache without limits."""
     seen: set[NodeKey] = set()
     hits = 0
     for ask in requests.asks:
@@ -136,13 +138,13 @@ def unbounded_hit_rate(requests: ReuseWorkload) -> float:
     return hits / requests.num_document_tokens
 
 
-def test_with_room_for_everything_every_policy_finds_all_that_can_be_found() -> None:
+def test_every_policy_reaches_the_unbounded_hit_rate_with_full_capacity() -> None:
     requests = made_workload(MMLU_LIKE, 2, num_asks=200, num_documents=50)
     for setup in ARMS.values():
         assert replay(requests, Capacity(1.1), setup).hit_rate == pytest.approx(unbounded_hit_rate(requests))
 
 
-def test_traces(tmp_path: Path) -> None:
+def test_traces_are_read_and_other_files_refused(tmp_path: Path) -> None:
     (tmp_path / "mooncake_x.jsonl").write_text('{"hash_ids": [1, 2, 3]}\n{"hash_ids": [1, 2, 4]}\n{"hash_ids": [5]}\n')
     conversation = trace_workload(tmp_path / "mooncake_x.jsonl", 10)
     assert [ask.num_tokens for ask in conversation.asks] == [3 * 512, 3 * 512], "one block is always computed"
@@ -156,11 +158,11 @@ def test_traces(tmp_path: Path) -> None:
         lambda path: retrieved_workload(path, 2, 9),
     ]
     for read in readers:
-        with pytest.raises(UsageError, match="is no trace"):
+        with pytest.raises(UsageError, match="is not a trace"):
             read(tmp_path / "other")
 
 
-def test_the_report_says_who_won_and_where_the_default_did_not(tmp_path: Path) -> None:
+def test_report_has_every_workload_and_policy(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     with pytest.raises(UsageError, match="has no rag_"):
         run_policies(PoliciesScope(tmp_path))
@@ -177,7 +179,7 @@ def test_the_report_says_who_won_and_where_the_default_did_not(tmp_path: Path) -
     assert len(result.tables["Three tiers, share of prefill seconds saved, each improvement alone"]) == 3
 
 
-def test_a_loss_is_told() -> None:
+def test_losses_list_policies_better_than_the_default() -> None:
     def outcome(num_hit_tokens: int) -> list[PolicyOutcome]:
         return [PolicyOutcome(100, num_hit_tokens)]
 
@@ -187,6 +189,6 @@ def test_a_loss_is_told() -> None:
     assert losses([(requests, 0.1)], [cell | {DEFAULT: outcome(41)}]) == []
 
 
-def test_an_ask_is_an_ask() -> None:
+def test_document_ask_has_system_prompt_documents_and_question() -> None:
     ask: Ask = document_ask([("A", 10), ("B", 20)])
     assert ask.segment_lengths == [SYSTEM_TOKENS, 10, 20, QUESTION_TOKENS]

@@ -1,4 +1,4 @@
-"""Quality of reuse anywhere, on a few questions of the bundled model's world, and the file they come from."""
+"""Tests `stillroom bench quality` on a few questions of the bundled model's training world."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The model is tiny: two threads would only wait for each other."""
+    """Run the tiny model with one thread, which is faster than two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def test_every_arm_is_asked_and_compared(path: Path) -> None:
+def test_every_arm_is_measured_and_compared(path: Path) -> None:
     seen: list[tuple[int, int]] = []
     scope = QualityScope(
         path, num_questions=2, ratios=(0.3, 1.0), alphas=(2.0,), focus_window=2, has_unturned=True, max_tokens=6
@@ -79,7 +79,7 @@ def test_every_arm_is_asked_and_compared(path: Path) -> None:
     }
 
 
-def test_markers_of_a_prompt_format_are_left_out(path: Path) -> None:
+def test_markers_of_a_prompt_format_are_removed(path: Path) -> None:
     first, second, third = load_questions(path)
     assert first.question == "Which company employed Pis Jurs ?"
     assert first.chunks[1].text == "The birth of him is dated 1732 . For many years he served Ceckis Glass ."
@@ -87,15 +87,15 @@ def test_markers_of_a_prompt_format_are_left_out(path: Path) -> None:
     assert load_questions(path, limit=1) == [first]
 
 
-def test_without_answers_agreement_is_what_is_compared(tmp_path: Path) -> None:
+def test_agreement_is_compared_if_no_answers_are_known(tmp_path: Path) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps(ROWS[2]) + "\n")
     result = run_quality(QualityScope(file, ratios=(1.0,), selectors=("question", "random"), max_tokens=4))
-    assert set(result.samples.values[FULL]) == {"same_answer"}, "of no question is the answer known"
+    assert set(result.samples.values[FULL]) == {"same_answer"}, "no question has a known answer"
     assert result.samples.of(arm_name("random", 1.0), "same_answer") == [1.0]
 
 
-def test_kinds_and_ratios_keep_their_names(tmp_path: Path) -> None:
+def test_similar_kinds_and_ratios_have_distinct_names(tmp_path: Path) -> None:
     file = tmp_path / "odd.jsonl"
     file.write_text(
         "".join(json.dumps(row | {"kind": kind}) + "\n" for row, kind in zip(ROWS[:2], ["a|b", "c"], strict=True))
@@ -116,7 +116,7 @@ def test_kinds_and_ratios_keep_their_names(tmp_path: Path) -> None:
         ("", "no questions"),
     ],
 )
-def test_a_file_that_is_no_such_file_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_question_file_is_refused(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(UsageError, match=message):

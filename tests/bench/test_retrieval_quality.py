@@ -1,4 +1,4 @@
-"""The retrieval bench on a data set small enough to know the answers, and its rules on hand-made candidates."""
+"""Tests `stillroom bench retrieval` on a tiny data set, and its rules on hand-made candidates."""
 
 import json
 from pathlib import Path
@@ -36,14 +36,14 @@ def make_dataset(folder: Path) -> Path:
     return folder
 
 
-def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
+def test_every_rule_answers_easy_queries(tmp_path: Path) -> None:
     sets = [make_dataset(tmp_path / "one"), make_dataset(tmp_path / "two")]
     steps: list[str] = []
     result = run_quality(RetrievalOptions(tuple(sets)), tmp_path / "work", StillroomConfig(), steps.append)
     table = {row["rule"]: row for row in result.tables["ndcg_at_10 per set"]}
     assert set(table) == {*RULES, LEARNED, HELD_OUT, TRANSFERRED}
     assert all(row["one"] == row["two"] == row["mean"] == 1.0 for row in table.values())
-    assert result.samples.of(f"one/{OURS}", "ndcg_at_10") == [1.0, 1.0], "the query without a judgement is left out"
+    assert result.samples.of(f"one/{OURS}", "ndcg_at_10") == [1.0, 1.0], "queries without judgements are omitted"
     tests = result.tables["paired t-tests of nDCG@10 per set, ours against every rule, Holm-corrected within each set"]
     assert {row["significant"] for row in tests} == {"no"}
     assert len(steps) == 4 and len(list((tmp_path / "work").iterdir())) == 2
@@ -53,7 +53,7 @@ def test_easy_queries_are_answered_by_every_rule(tmp_path: Path) -> None:
     assert len(list((tmp_path / "work").iterdir())) == 2, "the knowledge base was kept"
 
 
-def test_judgements_lie_where_beir_has_them(tmp_path: Path) -> None:
+def test_judgements_are_read_from_beir_layout(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set")
     (dataset / "qrels").mkdir()
     (dataset / "qrels.tsv").rename(dataset / "qrels" / "test.tsv")
@@ -66,13 +66,13 @@ def test_judgements_lie_where_beir_has_them(tmp_path: Path) -> None:
     assert result.samples.of(f"set/{OURS}", "ndcg_at_10") == [1.0]
 
 
-def test_sets_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_data_sets_of_the_same_name_are_refused(tmp_path: Path) -> None:
     sets = [tmp_path / "one" / "test", tmp_path / "two" / "test"]
     with pytest.raises(UsageError, match="two data sets have the same name"):
         run_quality(RetrievalOptions(tuple(sets)), tmp_path / "work", StillroomConfig())
 
 
-def test_rules_differ_where_they_should() -> None:
+def test_rules_rank_hand_made_candidates_as_expected() -> None:
     a, b, c = ChunkId(1), ChunkId(2), ChunkId(3)
     candidates = Candidates(
         dense=[(a, 0.9), (b, 0.5)],
@@ -90,7 +90,7 @@ def test_rules_differ_where_they_should() -> None:
     assert dict(ranking)[c] == pytest.approx(0.8 * 1.45 / 1.9 + 0.2)
 
 
-def test_scalings_by_hand() -> None:
+def test_scalings_equal_hand_computed_values() -> None:
     side = [(ChunkId(1), 3.0), (ChunkId(2), 2.0), (ChunkId(3), 1.0)]
     assert list(scaled(side).values()) == [1.0, 0.5, 0.0]
     assert list(standardised(side).values()) == pytest.approx([2 / (2 / 3) ** 0.5, 1 / (2 / 3) ** 0.5, 0.0])
@@ -110,7 +110,9 @@ def test_scalings_by_hand() -> None:
         ("corpus.jsonl", '{"_id": "q1"\n', DocumentError, r"corpus\.jsonl"),
     ],
 )
-def test_broken_data_sets(tmp_path: Path, name: str, content: str | None, error: type[Exception], message: str) -> None:
+def test_broken_data_set_is_refused(
+    tmp_path: Path, name: str, content: str | None, error: type[Exception], message: str
+) -> None:
     dataset = make_dataset(tmp_path / "set")
     (dataset / name).unlink()
     if content is not None:

@@ -1,4 +1,4 @@
-"""The runtime bench on a tiny shape, with transformers as the peer; other peers are processes like it."""
+"""Tests `stillroom bench runtime` on a tiny shape with transformers as the peer."""
 
 import json
 import sys
@@ -11,24 +11,25 @@ from safetensors.torch import load_file
 from stillroom.errors import UsageError
 from stillroom.models.loader import load_decoder
 from stillroom_bench.quality.options import RuntimeOptions
-from stillroom_bench.quality.runtime import OURS, Shape, run_runtime, write_checkpoint
+from stillroom_bench.quality.runtime import INT8, OURS, Shape, run_runtime, write_checkpoint
 
+RUNTIMES = {OURS, INT8, "transformers"}
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 
 
 @pytest.mark.slow  # starts processes that import torch and transformers
-def test_a_run_has_all_arms_and_limits(tmp_path: Path) -> None:
+def test_run_measures_all_arms_and_limits(tmp_path: Path) -> None:
     peers = (f"transformers={sys.executable}", f"vllm={sys.executable}")
     result = run_runtime(RuntimeOptions(peers, ("float32",), (5, 9), repeat=2), tmp_path, shape=TINY)
     groups = ["prefill of 5 tokens", "prefill of 9 tokens", "decode after 512 tokens", "batch of 8"]
-    assert set(result.samples.values) == {f"float32: {g}/{name}" for g in groups for name in (OURS, "transformers")}
+    assert set(result.samples.values) == {f"float32: {g}/{name}" for g in groups for name in RUNTIMES}
     assert result.ratio("float32: batch of 8/transformers", "tokens_per_second") is not None
     assert len(result.notes) == 1 and result.notes[0].startswith("vllm, float32: left out")
-    assert {row["runtime"] for row in result.tables["memory, float32"]} == {OURS, "transformers"}
+    assert {row["runtime"] for row in result.tables["memory, float32"]} == RUNTIMES
     assert len(result.tables["against the machine's limits, float32"]) == 6
 
 
-def test_the_checkpoint_loads_and_is_kept(tmp_path: Path) -> None:
+def test_checkpoint_loads_and_is_reused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, TINY, "bfloat16", seed=1)
     decoder = load_decoder(folder, device="cpu")
     assert decoder.dtype == torch.bfloat16 and decoder.spec.num_kv_heads == 2
@@ -38,7 +39,7 @@ def test_the_checkpoint_loads_and_is_kept(tmp_path: Path) -> None:
     assert write_checkpoint(tmp_path, TINY, "bfloat16", seed=2) != folder
 
 
-def test_the_shape_counts_its_parameters_and_work(tmp_path: Path) -> None:
+def test_shape_counts_parameters_and_operations(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, TINY, "float32", seed=0)
     matrices = [tensor for tensor in load_file(folder / "model.safetensors").values() if tensor.dim() == 2]
     assert TINY.layer_parameters + 97 * 32 == sum(matrix.numel() for matrix in matrices)
@@ -48,9 +49,9 @@ def test_the_shape_counts_its_parameters_and_work(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["head_dim"] == 8
 
 
-def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
+def test_unknown_peer_dtype_and_long_prompts_are_refused(tmp_path: Path) -> None:
     for options in (
-        RuntimeOptions(peers=("nobody=python",)),
+        RuntimeOptions(peers=("unknown=python",)),
         RuntimeOptions(dtypes=("int3",)),
         RuntimeOptions(lengths=(5000,)),
     ):

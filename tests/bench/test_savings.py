@@ -1,4 +1,4 @@
-"""Tokens saved on traces: by hand, beside a brute-force twin that only knows sets, and the reader's errors."""
+"""Tests tokens saved on traces against hand-computed values and a brute-force model, and the trace reader's errors."""
 
 import json
 from itertools import permutations
@@ -26,18 +26,18 @@ from stillroom_bench.quality.savings import (
 )
 
 WORDS = {"A": 10, "B": 20, "C": 37, "D": 3, "E": 16}
-"""Words of each passage; about 1.3 tokens each."""
+"""Number of words of each passage; a word has about 1.3 tokens."""
 TEXTS = {letter: " ".join([letter] * count) for letter, count in WORDS.items()}
 TOKENS = {letter: count_tokens(text) for letter, text in TEXTS.items()}
 
 
 def trace(*requests: str) -> Trace:
-    """Each letter is a passage."""
+    """Make a trace in which each letter is a passage."""
     return Trace("by hand", tuple(Retrieved(tuple(TEXTS[letter] for letter in one), None) for one in requests))
 
 
 def twin(requests: list[str], strategy: Strategy) -> SavingsOutcome:
-    """With room for everything: which paths were computed exactly, and which passages were seen."""
+    """Compute the outcome with unlimited capacity from the sets of exact paths and seen passages."""
     exact: set[str] = set()
     seen: set[str] = set()
     outcome = SavingsOutcome()
@@ -53,14 +53,14 @@ def twin(requests: list[str], strategy: Strategy) -> SavingsOutcome:
         rest = order[len(found) :]
         placed = [letter for letter in rest if letter in seen] if strategy.ratio is not None else []
         again = ceil((strategy.ratio or 0.0) * size("".join(placed)) - 1e-9)
-        looks = bool(placed) and 0 < (strategy.ratio or 0.0) < 1
+        has_query_pass = bool(placed) and 0 < (strategy.ratio or 0.0) < 1
         end = order.index(placed[0]) if placed else len(order)
         exact |= {order[:length] for length in range(1, end + 1)}
         redundant = size("".join(letter for letter in order if letter in seen))
         saved = size(found) + size("".join(placed)) - again
         outcome.num_tokens += SYSTEM_TOKENS + size(order) + QUESTION_TOKENS
         outcome.num_computed += (SYSTEM_TOKENS if number == 0 else 0) + size(order) - saved + QUESTION_TOKENS
-        outcome.num_computed += QUESTION_TOKENS if looks else 0
+        outcome.num_computed += QUESTION_TOKENS if has_query_pass else 0
         outcome.num_redundant += redundant
         outcome.num_redundant_computed += redundant - saved
         seen |= set(order)
@@ -71,8 +71,8 @@ def size(letters: str) -> int:
     return sum(TOKENS[letter] for letter in letters)
 
 
-def test_by_hand() -> None:
-    """A has 13 tokens, B 26, C 48. The second request has A and B the other way round, the third has C behind them."""
+def test_savings_equal_hand_computed_values() -> None:
+    """A has 13 tokens, B 26, C 48. The second request reverses A and B, the third appends C."""
     requests = trace("AB", "BA", "ABC")
     total = 3 * (64 + 32) + 3 * (13 + 26) + 48
     full = full_recompute(requests)
@@ -83,7 +83,7 @@ def test_by_hand() -> None:
     )
     assert replay(requests, Strategy(reorders=True), None) == SavingsOutcome(total, beside + 13 + 26 + 48, 78, 0)
     assert replay(requests, Strategy(ratio=0.0), None) == SavingsOutcome(total, beside + 13 + 26 + 48, 78, 0)
-    half = replay(requests, Strategy(ratio=0.5), None)  # 20 of the second request's 39, behind a look
+    half = replay(requests, Strategy(ratio=0.5), None)  # 20 of the second request's 39, after a query pass
     assert half == SavingsOutcome(total, beside + 13 + 26 + 48 + 20 + 32, 78, 20)
 
 
@@ -93,12 +93,12 @@ def test_by_hand() -> None:
     ),
     st.sampled_from([Strategy(), Strategy(reorders=True), *(Strategy(ratio=ratio) for ratio in (0.0, 0.15, 0.3, 1.0))]),
 )
-def test_with_room_for_all_it_is_what_sets_say(requests: list[str], strategy: Strategy) -> None:
+def test_unlimited_capacity_matches_the_brute_force_model(requests: list[str], strategy: Strategy) -> None:
     assert replay(trace(*requests), strategy, None) == twin(requests, strategy)
 
 
 @pytest.mark.parametrize("capacity", [0.0, 0.3, 1.0])
-def test_less_room_saves_less(capacity: float) -> None:
+def test_smaller_capacity_saves_less(capacity: float) -> None:
     requests = trace(*["AB", "CD", "EA", "BC", "DE", "AC"] * 4)
     for strategy in (Strategy(), Strategy(reorders=True), Strategy(ratio=0.0)):
         all_kept, some = replay(requests, strategy, None), replay(requests, strategy, capacity)
@@ -106,7 +106,7 @@ def test_less_room_saves_less(capacity: float) -> None:
         assert 0 <= some.num_redundant_computed <= some.num_redundant
 
 
-def test_a_report(tmp_path: Path) -> None:
+def test_report_lists_traces_capacities_and_arms(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps({"retrieved_docs": [["a b", "c"], ["c", "a b"]]}))
     (tmp_path / "two.jsonl").write_text('["a b", "c"]\n\n{"retrieved_docs": ["d"], "question": "what is d ?"}\n')
     paths = [tmp_path / "one.json", tmp_path / "two.jsonl"]
@@ -117,12 +117,12 @@ def test_a_report(tmp_path: Path) -> None:
     assert [row["arm"] for row in rows[:4]] == [FULL, PREFIX, SET, "anywhere, 15% computed again"]
     assert rows[1]["redundant saved"] == "0.0%" and rows[2]["redundant saved"] == "100.0%"
     assert rows[2]["and of its redundant tokens"] == "100.0%"
-    assert rows[-1]["redundant saved"] == "-", "nothing comes twice in the second trace"
+    assert rows[-1]["redundant saved"] == "-", "the second trace repeats no passage"
     with pytest.raises(UsageError, match="same name"):
         run_savings(SavingsOptions((paths[0], paths[0])))
 
 
-def test_reading(tmp_path: Path) -> None:
+def test_questions_are_read_with_their_requests(tmp_path: Path) -> None:
     whole = tmp_path / "one.json"
     whole.write_text(json.dumps({"retrieved_docs": [["a"], []], "questions": ["one two three", "four"]}))
     assert read_retrieved(whole) == [Retrieved(("a",), "one two three"), Retrieved((), "four")]
@@ -132,16 +132,16 @@ def test_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.json", "[1]", "no trace"),
+        ("a.json", "[1]", "not a trace"),
         ("a.json", '{"retrieved_docs": [["a"], "b"]}', "request 2 is not a list of texts"),
         ("a.json", '{"retrieved_docs": []}', "no requests"),
-        ("a.json", '{"retrieved_docs": [["a"]], "questions": ["?", "?"]}', "no trace"),
+        ("a.json", '{"retrieved_docs": [["a"]], "questions": ["?", "?"]}', "not a trace"),
         ("a.jsonl", '["a"]\n["b", 3]\n', "line 2 is not a list of texts"),
         ("a.jsonl", '{"retrieved_docs": ["a"], "question": 3}', "question of line 1"),
-        ("a.jsonl", "nothing", "no trace"),
+        ("a.jsonl", "nothing", "not a trace"),
     ],
 )
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_invalid_trace_is_refused_by_name(tmp_path: Path, name: str, content: str, words: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=words) as error:
         read_retrieved(tmp_path / name)

@@ -1,1 +1,1 @@
-"""How things are measured: repeated, interleaved, as ratios with their intervals, and how a report of it looks."""
+"""Measurement: repeated, interleaved runs, ratios with confidence intervals, reports and comparisons."""

@@ -1,4 +1,4 @@
-"""What changed between an earlier result and this one, how surely, and where so few samples cannot tell."""
+"""Compares a result with an earlier one: changes, their significance, and figures with too few samples to tell."""
 
 import json
 import math
@@ -19,12 +19,12 @@ from stillroom_bench.instrument.statistics import Interval, holm, paired_test, r
 LEVEL = 0.05
 """Adjusted p-values below it are significant."""
 _MOST_EXACT = 50
-"""Samples of an arm up to which ranks are tested exactly."""
+"""Maximum samples of an arm for the exact rank test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a result file holds of an earlier run."""
+    """The contents of an earlier result file."""
 
     benchmark: str
     parameters: dict[str, Any]
@@ -35,7 +35,7 @@ def load_earlier(path: Path) -> Earlier:
     """Read a result file.
 
     Raises:
-        UsageError: it is not a result file of this format.
+        UsageError: the file is not a result of this format.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def load_earlier(path: Path) -> Earlier:
 
 
 def check_benchmark(earlier: Earlier, benchmark: str) -> None:
-    """Raises UsageError where the earlier result is another benchmark's."""
+    """Check that the earlier result is of this benchmark; raises UsageError otherwise."""
     if earlier.benchmark != benchmark:
         raise UsageError(
             f"--compare names a result of `{earlier.benchmark}`, which `{benchmark}` cannot be compared to"
@@ -70,19 +70,19 @@ class MetricChange:
     now: float
     """Medians of runs and requests, means of questions."""
     ratio: Interval | None
-    """Now / then; None where that is no number, as after 0."""
+    """Now / then; None if it is not finite, as with `then` = 0."""
     p_value: float
-    """Of a paired t-test on the same questions; else Mann-Whitney U, since runs at different times have outliers."""
+    """Paired t-test if the samples are of the same questions; else Mann-Whitney U, because runs have outliers."""
     least_p: float
-    """That so many samples could give at best."""
+    """Smallest p-value possible with this number of samples."""
     is_constant: bool
-    """All samples are equal, now and then: no test could find anything."""
+    """Whether all samples now and then are equal, so that no test can find a difference."""
     sampled: str
-    """How many samples of what, as in `5 runs`."""
+    """Number and unit of samples, as in `5 runs`."""
     adjusted_p: float = 1.0
-    """Holm over all metrics where a test could find something."""
+    """Holm-corrected over all metrics that are not constant."""
     can_be_told: bool = False
-    """Whether the best p-value that so many samples can give would be significant."""
+    """Whether `least_p` would be significant after correction."""
 
     @property
     def is_significant(self) -> bool:
@@ -104,36 +104,36 @@ class MetricChange:
 
 @dataclass(frozen=True, slots=True)
 class ResultComparison:
-    """A result against an earlier one of the same benchmark."""
+    """The changes between two results of one benchmark."""
 
     changes: list[MetricChange]
-    """Every metric that both have, regressions first."""
+    """Metrics that both results have, regressions first."""
     unmatched: list[str]
-    """Arms and metrics that only one of them has."""
+    """Arms and metrics that only one result has."""
     differing: dict[str, tuple[Any, Any]]
-    """Parameters that both have with unlike values: then and now."""
+    """Parameters with different values: then and now."""
     needed: int | None
-    """Samples on both sides from which on everything could be told; None if it can."""
+    """Samples per side with which every figure could be significant; None if there are enough."""
 
     @property
     def warnings(self) -> list[str]:
-        """What the reader has to know before the figures."""
+        """Notes on the validity of the comparison."""
         differing = ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in self.differing.items())
         found = [f"parameters differ, so figures may not be comparable: {differing}"] if differing else []
         if self.unmatched:
             found.append(f"only in one of the two results: {', '.join(self.unmatched)}")
         if self.needed is not None:
             found.append(
-                f"too few samples to tell everything; with {self.needed} on both sides any figure could differ"
+                f"too few samples for some figures; with {self.needed} on both sides, any could differ significantly"
             )
         return found
 
 
 def compare(result: BenchResult, earlier: Earlier) -> ResultComparison:
-    """Every figure of both.
+    """Compare every metric that both results have.
 
     Raises:
-        UsageError: the earlier result is another benchmark's.
+        UsageError: the earlier result is of another benchmark.
     """
     check_benchmark(earlier, result.benchmark)
     now_parameters = json.loads(json.dumps(result.parameters, default=str))
@@ -154,10 +154,10 @@ def compare(result: BenchResult, earlier: Earlier) -> ResultComparison:
 def changes_between(
     now: Samples, then: Samples, sample_of: SampleOf = "run", *, is_paired: bool = False
 ) -> list[MetricChange]:
-    """Regressions first.
+    """Return the changes of all common metrics, regressions first.
 
     Args:
-        is_paired: samples with the same index are of the same question.
+        is_paired: whether samples with the same index are of the same question.
     """
     found = []
     for arm, metrics in now.values.items():
@@ -171,7 +171,7 @@ def changes_between(
 
 
 def _usable(now: Sequence[float], then: Sequence[float], pairs: bool) -> tuple[list[float], list[float]]:
-    """The samples that are numbers; of pairs, those where both are."""
+    """Return the finite samples; of pairs, those where both are finite."""
     if pairs:
         both = [pair for pair in zip(now, then, strict=True) if all(map(math.isfinite, pair))]
         return [pair[0] for pair in both], [pair[1] for pair in both]
@@ -204,7 +204,7 @@ def _change(
 
 
 def _adjusted(found: Sequence[MetricChange]) -> list[MetricChange]:
-    """Corrected together; a figure that could not have differed costs the others nothing."""
+    """Apply Holm's correction over all changes that are not constant."""
     p_values = np.array([change.p_value for change in found if not change.is_constant])
     adjusted = iter(holm(p_values.tolist()))
 
@@ -231,14 +231,17 @@ def _ranks_p(now: Sequence[float], then: Sequence[float]) -> float:
         return 1.0
     is_exact = max(len(now), len(then)) <= _MOST_EXACT and len({*now, *then}) == len(now) + len(then)
     p_value = float(stats.mannwhitneyu(now, then, method="exact" if is_exact else "asymptotic").pvalue)
-    return max(p_value, _least_ranks_p(len(now), len(then)))  # the approximation goes below it where samples tie
+    return max(p_value, _least_ranks_p(len(now), len(then)))  # with ties, the approximation falls below it
 
 
 def _least_ranks_p(num_now: int, num_then: int) -> float:
-    """Where every sample of one side is above every one of the other."""
+    """Return the p-value when every sample of one side exceeds every sample of the other."""
     return min(1.0, 2 / math.comb(num_now + num_then, num_now))
 
 
 def _least_signs_p(num: int) -> float:
-    """Where all differences have one sign: a t-test of so few pairs would claim to know their spread."""
+    """Return the sign test's p-value when all differences have one sign.
+
+    It bounds the t-test, which underestimates the spread of very few pairs.
+    """
     return 0.5 ** (num - 1)

@@ -1,5 +1,4 @@
-"""What a result depends on besides the code: recorded with every result, because only ratios within one run mean
-something."""
+"""Records the machine, versions and command of a benchmark with its result."""
 
 import importlib.metadata
 import os
@@ -14,11 +13,11 @@ _PACKAGES = ("stillroom", "torch", "numpy", "faiss-cpu", "tantivy", "sentence-tr
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where and with what a benchmark ran."""
+    """Machine and software of a run."""
 
     command: str
     commit: str
-    """With `+changes` if tracked files differed from it; `unknown` outside a checkout."""
+    """Ends in `+changes` if tracked files are modified; `unknown` outside a checkout."""
     python: str
     versions: dict[str, str]
     processor: str
@@ -31,7 +30,11 @@ class Environment:
 
 
 def record_environment(argv: list[str] | None = None) -> Environment:
-    """Look around. `argv`: the command line, by default this process's own."""
+    """Record the current environment.
+
+    Args:
+        argv: command line; None takes that of this process.
+    """
     arguments = list(sys.argv if argv is None else argv)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Environment(
@@ -48,7 +51,7 @@ def record_environment(argv: list[str] | None = None) -> Environment:
 
 
 def _num_threads() -> int:
-    """Of the outermost level, where `OMP_NUM_THREADS` lists several; 0 if it says none."""
+    """Return the threads of the outermost level in `OMP_NUM_THREADS`; 0 if it is not set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 

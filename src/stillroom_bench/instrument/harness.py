@@ -1,8 +1,9 @@
-"""Runs the arms of a benchmark in turn and keeps every sample. Measures; judges nothing.
+"""Runs the arms of a benchmark interleaved and stores every sample.
 
-An arm is a function that runs once and returns its metrics. Arms take turns, forward and backward (A B C, C B A), and
-after every two runs another one begins (B C A, A C B): a slow minute of the machine hits all of them alike, and none is
-always in the middle. Metric names end in their unit, which says which way is better; others are declared here.
+An arm is a function that runs once and returns its metrics. Arms run forward and backward (A B C, C B A), and after
+every two repetitions another arm begins (B C A, A C B), so that slow phases of the machine affect all arms alike and no
+arm always runs in the middle. Metric names end in their unit, which implies the better direction; others are declared
+here.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ _GOLDEN = (3 - math.sqrt(5)) / 2
 
 
 class Direction(StrEnum):
-    """Which way a metric is better."""
+    """The better direction of a metric."""
 
     SMALLER = "smaller"
     LARGER = "larger"
     NEITHER = "neither"
-    """It describes what happened."""
+    """Descriptive, without a better direction."""
 
 
 _BY_ENDING = {
@@ -63,7 +64,7 @@ _BY_NAME = {
 
 
 def direction_of(metric: str) -> Direction:
-    """By its name, else by the unit it ends in; NEITHER for a metric that nobody has declared."""
+    """Return the better direction by name, else by unit; NEITHER for an undeclared metric."""
     if metric.startswith("within_"):
         return Direction.LARGER
     by_ending = (direction for ending, direction in _BY_ENDING.items() if metric.endswith(ending))
@@ -72,17 +73,16 @@ def direction_of(metric: str) -> Direction:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One of the things compared."""
+    """One of the compared alternatives."""
 
     name: str
     run: Callable[[int], Metrics]
-    """Called with the number of the repetition (negative while warming up); returns the metrics of that run. Where it
-    returns no `wall_seconds`, the harness adds its own."""
+    """Runs one repetition and returns its metrics. The number of a warm-up repetition is negative."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Every sample of every metric of every arm, in the order of repetition."""
+    """Samples by arm and metric, in the order of repetition."""
 
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
@@ -102,18 +102,17 @@ def run_arms(
     on_run: Callable[[str, int], None] | None = None,
     only_own: bool = False,
 ) -> Samples:
-    """Warm every arm up, then run all of them `repeat` times in turn.
+    """Warm up every arm, then run all arms `repeat` times, interleaved.
 
     Args:
-        on_run: told the arm and the repetition before each run; for progress.
-        only_own: keep what the arms return, and not the wall time and memory of whole runs, for arms that measure
-            something smaller.
+        on_run: progress callback, called with the arm and the repetition before each run.
+        only_own: store only the metrics that arms return, without wall time and memory of the whole run.
     """
     assert repeat > 0 and len({arm.name for arm in arms}) == len(arms)
     samples = Samples()
-    with _old_objects_left_alone():
+    with _frozen_objects():
         for repetition in range(-warmup, repeat):
-            for arm in _in_turn(arms, repetition):
+            for arm in _ordered(arms, repetition):
                 if on_run is not None:
                     on_run(arm.name, repetition)
                 metrics = _measure(arm, repetition, only_own)
@@ -122,17 +121,19 @@ def run_arms(
     return samples
 
 
-def _in_turn(arms: Sequence[Arm], repetition: int) -> list[Arm]:
-    """The order of one repetition. Turned by the golden section, so that a few turns spread an arm's places evenly over
-    many arms too."""
+def _ordered(arms: Sequence[Arm], repetition: int) -> list[Arm]:
+    """Return the order of one repetition.
+
+    Orders are rotated by the golden section, so that few repetitions spread the places of an arm evenly.
+    """
     first = repetition // 2 * round(_GOLDEN * len(arms)) % len(arms)
     order = [*arms[first:], *arms[:first]]
     return order if repetition % 2 == 0 else order[::-1]
 
 
 @contextlib.contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """The collections between runs look at what the runs made, and not at every module that is loaded."""
+def _frozen_objects() -> Iterator[None]:
+    """Exclude existing objects from garbage collection, so that collections between runs are fast."""
     gc.collect()
     gc.freeze()
     try:
@@ -142,7 +143,7 @@ def _old_objects_left_alone() -> Iterator[None]:
 
 
 def _measure(arm: Arm, repetition: int, only_own: bool) -> Metrics:
-    gc.collect()  # one arm does not pay for another's garbage
+    gc.collect()  # garbage of the previous arm is not measured
     if only_own:
         return arm.run(repetition)
     reset_peak_rss()
@@ -155,10 +156,9 @@ def _measure(arm: Arm, repetition: int, only_own: bool) -> Metrics:
 
 
 def reset_peak_rss() -> None:
-    """Forget the process's memory peak, where the system can (Linux); elsewhere the peak is that of the whole
-    process.
+    """Reset the memory peak of the process on Linux; elsewhere the peak covers the whole process lifetime.
 
-    What was freed goes back to the system first, or the next to allocate would look as if it needed nothing.
+    Freed memory is returned to the system first; otherwise the next arm would reuse it and show no growth.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -167,7 +167,7 @@ def reset_peak_rss() -> None:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory the process has held since the last reset."""
+    """Return the peak memory of the process since the last reset."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""A result as one self-contained HTML page: tables, and a plot of every metric's samples. No script, no network."""
+"""Renders a result as a self-contained HTML page with tables and plots, without scripts or network access."""
 
 import html
 import math
@@ -21,7 +21,7 @@ _WIDTH, _LEFT, _ROW = 860, 200, 30
 
 
 def to_html(result: BenchResult, comparison: ResultComparison | None = None) -> str:
-    """The whole page."""
+    """Return the HTML page."""
     environment = result.environment
     facts = {
         "Command": environment.command,
@@ -77,7 +77,7 @@ def _table_cell(value: Any) -> str:
 
 
 def _plot(result: BenchResult, metric: str) -> str:
-    """Every sample as a dot, the mean with its interval as a bar, one row per arm, on a common axis from 0."""
+    """Return an SVG plot: samples as dots, the mean with its interval as a bar, one row per arm, axis from 0."""
     samples = {
         arm: [value for value in metrics[metric] if math.isfinite(value)]
         for arm, metrics in result.samples.values.items()

@@ -1,4 +1,4 @@
-"""What else the machine did while a benchmark ran: the only thing that says whether it was quiet."""
+"""Measures the CPU time that other processes and the virtual machine's host take while a benchmark runs."""
 
 import os
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Seconds of all CPUs together, since some moment."""
+    """Cumulative seconds of all CPUs together."""
 
     total: float
     idle: float
     stolen: float
-    """Wanted, and given to others by the host of this virtual machine."""
+    """Seconds that the host of this virtual machine gave to others."""
     own: float
-    """Of this process and of those it started that have ended."""
+    """Seconds of this process and of its ended children."""
 
     @classmethod
     def now(cls, stat: Path = Path("/proc/stat")) -> "CpuTimes | None":
-        """None where the system does not say."""
+        """Read the current values; None if the system does not report them."""
         try:
             first = stat.read_text().partition("\n")[0].split()
             fields = [int(field) / os.sysconf("SC_CLK_TCK") for field in first[1:9]]
@@ -32,11 +32,11 @@ class CpuTimes:
 
 
 def noise_note(before: CpuTimes | None, after: CpuTimes | None) -> list[str]:
-    """A line for the reader of a report, if the system tells."""
+    """Return a note for the report, if the system reports CPU times."""
     if before is None or after is None or after.total <= before.total:
         return []
     total = after.total - before.total
     stolen, own = after.stolen - before.stolen, after.own - before.own
     others = max(0.0, total - (after.idle - before.idle) - stolen - own)
     shares = f"{stolen / total:.0%} of its CPU time, and other processes {others / total:.0%}"
-    return [f"While it ran, the machine's host took {shares}."]
+    return [f"During the run, the machine's host took {shares}."]

@@ -1,4 +1,4 @@
-"""Declares a benchmark's options once: a field of its option class is its parameter, its default and its flag."""
+"""Helpers that declare a benchmark's options once: a field of its option class is parameter, default and flag."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,23 +7,23 @@ from typing import Any, Literal
 from stillroom.errors import UsageError
 
 REQUIRED: Any = object()
-"""Default of a field that has none."""
+"""Marks a field without a default."""
 
 PathKind = Literal["file", "folder", "any"]
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a field is given on the command line. A field that is a tuple can be given several times."""
+    """The command-line flag of a field. The flag of a tuple can be repeated."""
 
     help: str
     name: str | None = None
-    """Such as `--lists`; None: the field's name with dashes."""
+    """Name such as `--lists`; None: the field's name with dashes."""
     metavar: str | None = None
     min: float | None = None
     max: float | None = None
     path: PathKind = "any"
-    """What must exist, if the field is a path."""
+    """Kind of path that must exist, if the field is a path."""
 
 
 def flag(  # noqa: PLR0913  one parameter per attribute of a flag
@@ -36,51 +36,49 @@ def flag(  # noqa: PLR0913  one parameter per attribute of a flag
     max: float | None = None,
     path: PathKind = "any",
 ) -> Any:
-    """A field of an option class, with its default (`REQUIRED`: none) and its flag."""
+    """Return a field of an option class with a flag; the default `REQUIRED` makes the flag mandatory."""
     metadata = {"flag": Flag(help, name, metavar, min, max, path)}
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)
 
 
 def seed_flag() -> Any:
-    """The field `seed`."""
-    return flag(0, "Seed of everything that is drawn.", min=0)
+    return flag(0, "Seed of all random choices.", min=0)
 
 
-def repeat_flag(default: int, help: str = "Runs per arm, after one to warm up.") -> Any:
-    """The field `repeat`."""
+def repeat_flag(default: int, help: str = "Runs per arm, after one warm-up run.") -> Any:
     return flag(default, help, min=1)
 
 
 def datasets_flag() -> Any:
-    """The field `datasets`: at least one folder in BEIR layout."""
-    return flag(REQUIRED, "A data set.", "--dataset", path="folder")
+    """Return the field `datasets`: at least one folder in BEIR layout."""
+    return flag(REQUIRED, "A data set in BEIR layout.", "--dataset", path="folder")
 
 
 def dataset_flag() -> Any:
-    """The field `dataset`: a folder in BEIR layout that documents and questions come from, or None."""
-    help = "Where documents and questions come from; without it, they are drawn."
+    """Return the field `dataset`: a folder in BEIR layout, or None."""
+    help = "Data set in BEIR layout that supplies documents and questions; without it, they are random."
     return flag(None, help, "--dataset", path="folder")
 
 
 def model_flag() -> Any:
-    """The field `model`: a checkpoint's folder, or None."""
-    help = "A checkpoint's folder, run in bfloat16; without it, random weights of a Llama of 135 million parameters."
+    """Return the field `model`: a checkpoint folder, or None."""
+    help = "A checkpoint folder, run in bfloat16; without it, a Llama with 135 million random weights."
     return flag(None, help, path="folder")
 
 
 def companions_flag(default: str) -> Any:
-    """The field `companions`: which documents follow the first one of a prompt."""
-    help = "Documents after the first: each drawn, or the same list whenever the first is the same."
+    """Return the field `companions`: which documents follow the first one of a prompt."""
+    help = "Documents after the first: drawn independently, or a fixed list per first document."
     return flag(default, help, metavar="drawn|fixed")
 
 
 def peers_flag(names: str = "llama.cpp or vllm") -> Any:
-    """The field `peers`: runtimes to measure beside ours, each written `NAME=PYTHON`."""
-    return flag((), f"{names}, and the Python that has it.", "--peer", metavar="NAME=PYTHON")
+    """Return the field `peers`: runtimes to compare with, each written `NAME=PYTHON`."""
+    return flag((), f"{names}, and the Python that has it installed.", "--peer", metavar="NAME=PYTHON")
 
 
 def named_pythons(peers: Sequence[str]) -> dict[str, str]:
-    """The Python of each peer.
+    """Return the Python executable of each peer.
 
     Raises:
         UsageError: a peer is not written as NAME=PYTHON.

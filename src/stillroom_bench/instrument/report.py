@@ -1,7 +1,6 @@
-"""A benchmark's result: samples, what they say, and their comparison with each other and with an earlier run.
+"""The result of a benchmark: samples, summaries and ratios; its JSON file and its Markdown report.
 
-The file is JSON and holds every sample, so that any later question can be answered from it. Text, Markdown and HTML are
-views.
+The JSON file holds every sample.
 """
 
 import json
@@ -25,7 +24,7 @@ from stillroom_bench.instrument.statistics import (
 FORMAT = 1
 
 SampleOf = Literal["run", "request", "question"]
-"""What one sample is the figure of. Of questions, the same index is the same question in every arm and run."""
+"""Unit of a sample. For `question`, samples with the same index are of the same question in every arm and run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +34,25 @@ class BenchResult:
     benchmark: str
     environment: Environment
     parameters: dict[str, Any]
-    """What was asked for: sizes, seeds, datasets, repetitions."""
+    """Options of the run: sizes, seeds, datasets, repetitions."""
     samples: Samples
     baseline: str | None = None
-    """The arm that others are compared with. Arms named `group/arm` are compared within their group."""
+    """Arm that the others are compared with. Arms named `group/arm` are compared within their group."""
     flaky_cv: float = DEFAULT_FLAKY_CV
     notes: list[str] = field(default_factory=list)
-    """What the reader should know: peers not installed, arms left out."""
+    """Notes for the reader, such as missing peers or omitted arms."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Results that are not repeated measurements, such as quality per dataset: rows by name of the table."""
+    """Results that are not repeated measurements, such as quality per dataset: table name -> rows."""
     sample_of: SampleOf = "run"
 
     def summary(self, arm: str, metric: str) -> Summary:
         return summarise(self.samples.of(arm, metric))
 
     def ratio(self, arm: str, metric: str) -> Interval | None:
-        """How many times the baseline's median (of questions: mean) this arm's is; None for the baseline itself,
-        without one, and where that is no number, as beside 0."""
+        """Return the ratio of this arm's median to the baseline's; of means if samples are paired questions.
+
+        None for the baseline itself, without a baseline, and if the ratio is not finite.
+        """
         if self.baseline is None:
             return None
         group, separator, _ = arm.rpartition("/")
@@ -64,13 +65,13 @@ class BenchResult:
         return found if found.is_finite else None
 
     def reproducibility(self, summary: Summary) -> str:
-        """Of the figure, as reports show it: its class, marked if it is flaky. Unlike questions say nothing of it."""
+        """Return the reproducibility class, marked if flaky; empty for questions, whose spread is not noise."""
         if self.sample_of == "question":
             return ""
         return summary.reproducibility.value + (" (!)" if summary.is_flaky(self.flaky_cv) else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with the summaries spelled out for readers without our code; no number is infinite or NaN."""
+        """Return the result with its summaries as JSON; infinite values and NaN become None."""
         arms = {
             arm: {metric: self._metric_json(arm, metric) for metric in metrics}
             for arm, metrics in self.samples.values.items()
@@ -102,7 +103,7 @@ class BenchResult:
 
 
 def finite(content: Any) -> Any:
-    """The same without infinities and NaN, which JSON does not have: None in their place."""
+    """Replace infinities and NaN, which JSON lacks, by None."""
     if isinstance(content, Mapping):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -111,7 +112,7 @@ def finite(content: Any) -> Any:
 
 
 def save(result: BenchResult, path: Path) -> None:
-    """Write the result file, whole or not at all."""
+    """Write the result file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -119,7 +120,7 @@ def save(result: BenchResult, path: Path) -> None:
 
 
 def format_value(metric: str, value: float) -> str:
-    """A figure with its unit, as a reader would write it."""
+    """Format a value with the unit of its metric."""
     if not math.isfinite(value):
         return "-"
     if metric.endswith("_seconds"):
@@ -131,12 +132,12 @@ def format_value(metric: str, value: float) -> str:
 
 
 def share_name(share: float) -> str:
-    """As arms are named by: unlike shares have unlike names."""
+    """Format a share for the name of an arm; different shares have different names."""
     return f"{100 * share:g}%"
 
 
 def rows(result: BenchResult) -> list[dict[str, str]]:
-    """The table that every view shows: one row per arm and metric."""
+    """Return the table of the report: one row per arm and metric."""
     table = []
     for arm, metrics in result.samples.values.items():
         for metric in metrics:
@@ -163,7 +164,7 @@ def rows(result: BenchResult) -> list[dict[str, str]]:
 
 
 def to_markdown(result: BenchResult) -> str:
-    """The committed form of a report."""
+    """Return the report as Markdown."""
     environment = result.environment
     lines = [
         f"# {result.benchmark}",
@@ -183,7 +184,7 @@ def to_markdown(result: BenchResult) -> str:
 
 
 def markdown_table(table: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows of equal keys as lines of a Markdown table."""
+    """Return the lines of a Markdown table; the first row gives the columns."""
     if not table:
         return []
     heads = list(table[0])

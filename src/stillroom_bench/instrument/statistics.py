@@ -1,8 +1,7 @@
-"""Statistics of samples: variance-aware benchmarking (llmds 3.4 and Appendix D). Numbers in, numbers out; SciPy does
-the sums.
+"""Statistics of samples: summaries, ratios with intervals, paired tests (llmds 3.4 and Appendix D).
 
-Percentiles are computed from the samples and never corrected (llmds D.4 "verifies" their order by editing them; ordered
-statistics of one sample are in order by themselves).
+Percentiles are computed from the samples without correction: unlike llmds D.4, which edits them into order, they are
+ordered by construction.
 """
 
 import math
@@ -55,7 +54,6 @@ class Summary:
 
     @property
     def reproducibility(self) -> Reproducibility:
-        """The class of llmds D.1."""
         if self.cv < 0.10:
             return Reproducibility.EXCELLENT
         if self.cv < 0.20:
@@ -68,7 +66,7 @@ class Summary:
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Describe at least one sample (llmds 3.4.1, 3.4.2); of samples that are not all finite little is a number."""
+    """Summarise at least one sample (llmds 3.4.1, 3.4.2); samples that are not finite make most fields NaN."""
     values = np.asarray(samples, dtype=np.float64)
     assert values.size > 0, "no samples"
     with np.errstate(invalid="ignore"):
@@ -83,7 +81,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 def _half_width(std: float, count: int) -> float:
     if count < 2:
-        return math.nan  # one sample says nothing about its spread
+        return math.nan  # the spread of one sample is unknown
     critical = float(stats.t.ppf(0.975, count - 1)) if count < 30 else 1.96
     return critical * std / math.sqrt(count)
 
@@ -101,20 +99,21 @@ class Interval:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of it are numbers: not where what is divided by can be 0."""
+        """Whether all values are finite; they are not if a denominator can be 0."""
         return math.isfinite(self.value) and math.isfinite(self.low) and math.isfinite(self.high)
 
     def excludes(self, value: float) -> bool:
-        """Whether the interval lies wholly above or below a value."""
+        """Return whether the interval lies entirely above or below a value."""
         return value < self.low or value > self.high
 
 
 def ratio_of_medians(
     numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0, num_resamples: int = 5000
 ) -> Interval:
-    """How many times larger one arm's median is than another's, with a percentile bootstrap interval.
+    """Return the ratio of two arms' medians with a percentile bootstrap interval.
 
-    Arms of equal length are resampled in pairs, since interleaved runs share the machine's moods; others apart.
+    Arms of equal length are resampled in pairs, because interleaved runs share the machine's slow phases; others
+    independently.
     """
     a, b = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
     rng = np.random.default_rng(seed)
@@ -131,10 +130,10 @@ def ratio_of_means(
     seed: int = 0,
     num_resamples: int = 5000,
 ) -> Interval:
-    """How many times larger one arm's mean is than another's over the same requests in the same order.
+    """Return the ratio of two arms' means over the same requests in the same order, with a bootstrap interval.
 
-    Requests that queue behind each other are slow together. So runs of `block` neighbours are resampled as one (a
-    circular block bootstrap), or the interval would be too narrow; of few requests, at most a fifth of them.
+    Requests that queue behind each other are slow together, so independent resampling would make the interval too
+    narrow. A circular block bootstrap resamples runs of `block` neighbours, at most a fifth of the requests.
     """
     a, b = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
     assert a.size == b.size > 0
@@ -146,7 +145,7 @@ def ratio_of_means(
 
 
 def _interval(numerator: Any, denominator: Any, numerators: FloatArray, denominators: FloatArray) -> Interval:
-    """Of the ratio; infinite or not a number where what is divided by is 0, or is among the resamples."""
+    """Return the interval of a ratio; infinite or NaN if a denominator is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = np.percentile(numerators / denominators, [2.5, 97.5])
         return Interval(float(np.divide(numerator, denominator)), float(low), float(high))
@@ -154,14 +153,14 @@ def _interval(numerator: Any, denominator: Any, numerators: FloatArray, denomina
 
 @dataclass(frozen=True, slots=True)
 class PairedTest:
-    """Two arms on the same queries: how far apart, and how surely."""
+    """A paired t-test of two arms on the same queries."""
 
     mean_difference: float
     """first - second."""
     p_value: float
     """Two-sided paired t-test, before correction."""
     adjusted_p: float
-    """After Holm's correction over the family it was tested in."""
+    """After Holm's correction over its family of tests."""
 
     @property
     def is_significant(self) -> bool:
@@ -172,7 +171,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def paired_tests(pairs: Mapping[Name, tuple[Sequence[float], Sequence[float]]]) -> dict[Name, PairedTest]:
-    """Paired t-tests of a family of comparisons, corrected together (Holm)."""
+    """Run paired t-tests on a family of comparisons, with Holm's correction."""
     raw = {name: paired_test(a, b) for name, (a, b) in pairs.items()}
     adjusted = holm([p for _, p in raw.values()])
     return {
@@ -182,18 +181,18 @@ def paired_tests(pairs: Mapping[Name, tuple[Sequence[float], Sequence[float]]]) 
 
 
 def paired_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Mean of first - second, and the p-value of a two-sided paired t-test."""
+    """Return the mean of first - second, and the p-value of a two-sided paired t-test."""
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     difference = a - b
     if difference.size < 2 or not difference.any():
         return float(difference.mean()), 1.0
-    if np.ptp(difference) == 0:  # the same non-zero step everywhere: no spread to compare it with
+    if np.ptp(difference) == 0:  # a constant non-zero difference has no spread
         return float(difference.mean()), 0.0
     return float(difference.mean()), float(stats.ttest_rel(a, b).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: adjusted p-values in the order given."""
+    """Return p-values adjusted by Holm's step-down correction, in the given order."""
     count = len(p_values)
     adjusted = [0.0] * count
     largest = 0.0

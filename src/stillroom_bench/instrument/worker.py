@@ -1,7 +1,7 @@
-"""A runtime that a benchmark measures, in a process group of its own: stopped while others take their turn.
+"""Worker process with a measured runtime, stopped by signal while other arms run.
 
-The process runs one of the worker scripts of this package under whatever Python has the runtime. It says when it has
-loaded, then answers each JSON line with one.
+The process runs a worker script of this package under the Python that has the runtime installed, in its own process
+group. It reports when it has loaded, then answers one JSON line per request line.
 """
 
 import contextlib
@@ -23,24 +23,26 @@ prctl = getattr(ctypes.CDLL(None), "prctl", None)
 if prctl is not None:
     prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG, which lasts beyond exec
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("nobody waits for this any more")
+    sys.exit("the parent process has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the command, which then dies with the thread that started it (Linux): a stopped process cannot notice by
-itself that nobody will ever wake it. Not a `preexec_fn`, which may hang where other threads run."""
+"""Program that makes the command end with the thread that started it (Linux), then executes the command.
+
+A stopped process cannot detect that its parent has ended. A `preexec_fn` could hang if other threads run.
+"""
 
 
 class WorkerProcess:
-    """One of the things compared. It computes only while it has a question to answer.
+    """A process that runs only while it answers a request.
 
-    To be made by a thread that lives as long as it is needed: on Linux it ends with that.
+    Precondition: the thread that creates it lives as long as the process; on Linux the process ends with the thread.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start loading; `wait` until it is done.
+        """Start loading; call `wait` before the first request.
 
         Raises:
-            UsageError: there is no such command.
+            UsageError: the command does not exist.
         """
         if shutil.which(command[0]) is None:
             raise UsageError(f"{name} cannot be started: there is no {command[0]}")
@@ -53,29 +55,30 @@ class WorkerProcess:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},  # our `statistics` is not the library's
+            env=os.environ
+            | {"PYTHONSAFEPATH": "1"},  # or this folder's `statistics` would shadow the standard library's
         )
         self.peak_rss_bytes = 0
 
     def wait(self) -> float:
-        """Seconds that loading took.
+        """Wait until the process has loaded, and return its load time in seconds.
 
         Raises:
-            UsageError: it failed.
+            UsageError: loading failed.
         """
         seconds = float(self._answer()["load_seconds"])
         self._signal(signal.SIGSTOP)
         return seconds
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer, which also says how much memory the process has needed so far.
+        """Send a request and return the reply; updates `peak_rss_bytes`.
 
         Raises:
-            UsageError: the process died.
+            UsageError: the process ended.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # there will be no answer either
+        with contextlib.suppress(BrokenPipeError):  # `_answer` then raises
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
@@ -84,10 +87,10 @@ class WorkerProcess:
         return answer
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the process group. Idempotent."""
         self._signal(signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self._process:
-            pass  # waits, and closes the pipes
+            pass  # waits for the process and closes the pipes
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:

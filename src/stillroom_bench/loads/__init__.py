@@ -1,1 +1,1 @@
-"""On what: questions, documents and requests, made or from data sets."""
+"""Workloads: questions, documents and requests, generated or read from data sets."""

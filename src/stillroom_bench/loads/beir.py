@@ -1,4 +1,4 @@
-"""A knowledge base of a data set in BEIR layout, kept between runs."""
+"""Opens a knowledge base of a data set in BEIR layout, cached between runs."""
 
 import hashlib
 from pathlib import Path
@@ -9,8 +9,9 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 
 def open_knowledge_base(dataset: Path, work_dir: Path, config: StillroomConfig) -> KnowledgeBase:
-    """A knowledge base of the set's corpus. Its folder depends on content and settings: the second time nothing is
-    embedded.
+    """Open the knowledge base of the data set's corpus, and build it if missing.
+
+    Its folder name is a hash of the content and the settings, so later runs embed nothing.
 
     Raises:
         DocumentError: a line of the corpus cannot be read.
@@ -28,7 +29,7 @@ def open_knowledge_base(dataset: Path, work_dir: Path, config: StillroomConfig) 
 
 
 def _key(corpus: Path, config: StillroomConfig) -> str:
-    """What a knowledge base depends on: the corpus' place and content, and the settings that are fixed in it."""
+    """Return a hash of the corpus' path and content, and of the settings that a knowledge base fixes."""
     fixed = (config.chunker, config.embedder.model, config.index)
     with corpus.open("rb") as stream:
         content = hashlib.file_digest(stream, "sha256").hexdigest()

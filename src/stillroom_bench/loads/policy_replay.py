@@ -1,7 +1,7 @@
-"""Replays a workload on the real knowledge tree and manager, where only the bytes are missing.
+"""Replays a workload on the knowledge tree and the KV manager without KV data.
 
-Requests come in order, one runs at a time, and the next `queue` of them wait: they are what look-ahead sees. Time is
-the number of the request.
+Requests run in order, one at a time. Look-ahead sees the next `queue` requests, which wait. The clock is the number of
+the request.
 """
 
 from bisect import bisect_right
@@ -35,12 +35,12 @@ PROFILE = CostProfile(
     ),
     links={Tier.HOST: Link(1e-4, 12e9), Tier.DISK: Link(2e-3, 4e8)},
 )
-"""About what such a model takes on RAGCache's GPU (A10G): 1 s for 4,000 tokens, PCIe to the host, and a network's disk,
-from which loading a document may take longer than computing it."""
+"""Approximate costs of such a model on RAGCache's GPU (A10G): 1 s for 4,000 tokens, PCIe to the host, and a network
+disk, from which loading a document may take longer than computing it."""
 
 
 class NoMover:
-    """A `KVMover` that has no bytes to move and always succeeds."""
+    """A `KVMover` that moves no data and always succeeds."""
 
     def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
         return False
@@ -71,16 +71,15 @@ class NoMover:
 
 
 class Farthest:
-    """Belady's rule as a sort key: what is used again last, or never, leaves first. Offline: it was told the future.
+    """Belady's offline rule as a sort key: the piece whose next use is latest, or never, is evicted first.
 
-    A piece's parent is used again no later than it is, so the first to leave is always a leaf. With pieces of one size
-    in one tier this is the optimum of hits; with sizes the optimum is NP-hard, and this is a yardstick that a lucky
-    online policy may pass.
+    A piece's parent is used no later than the piece, so the first victim is always a leaf. With pieces of equal size in
+    one tier this maximises hits. With different sizes the optimum is NP-hard, and an online policy may beat this rule.
     """
 
     def __init__(self, workload: ReuseWorkload) -> None:
         self.now = 0
-        """Number of the request that runs; the replay sets it."""
+        """Number of the running request; set by the replay."""
         self._uses: dict[NodeKey, list[int]] = defaultdict(list)
         for number, ask in enumerate(workload.asks):
             for piece in ask.pieces:
@@ -94,26 +93,26 @@ class Farthest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A policy with its switches."""
+    """An eviction policy with its options."""
 
     policy: Policy | None = pgdsf
-    """None: Belady's rule, which is made from the workload."""
+    """None: Belady's rule, computed from the workload."""
     queue: int = 0
-    """Requests that wait and are seen by look-ahead."""
+    """Waiting requests that look-ahead sees; 0 disables it."""
     admits_by_frequency: bool = False
     always_loads: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room in each tier, as shares of the blocks that would keep every piece of the workload."""
+    """Capacity of each tier, as a share of the blocks that hold every piece of the workload."""
 
     device: float
     host: float = 0.0
     disk: float = 0.0
 
     def num_blocks(self, workload: ReuseWorkload) -> int:
-        """On the device: never less than the largest request needs."""
+        """Return the device blocks: at least what the largest request needs."""
         return max(round(self.device * workload.num_distinct_blocks), workload.num_blocks_of_largest)
 
     def num_bytes(self, share: float, workload: ReuseWorkload) -> int:
@@ -122,20 +121,20 @@ class Capacity:
 
 @dataclass(slots=True)
 class PolicyOutcome:
-    """What one policy did with one workload."""
+    """The result of one policy on one workload."""
 
     num_document_tokens: int
     num_hit_tokens: int = 0
     saved_seconds: float = 0.0
-    """By the cost model: computing everything, less loading and computing the rest."""
+    """Modelled seconds of a full prefill, minus those of loading and of computing the rest."""
     total_seconds: float = 0.0
-    """By the cost model, without any reuse."""
+    """Modelled seconds without reuse."""
     hits: list[int] = field(default_factory=list)
-    """Document tokens that were not computed, by request."""
+    """Reused document tokens of each request."""
 
     @property
     def hit_rate(self) -> float:
-        """Share of document tokens that were not computed."""
+        """Share of document tokens that were reused."""
         return self.num_hit_tokens / self.num_document_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""What real searches found, request by request, from a file: traces for `bench policies` and `bench savings`.
+"""Reads traces of retrieved passages per request, for `bench policies` and `bench savings`.
 
 JSON: an object with `retrieved_docs`, a list of texts for each request, and if known `questions`, a text for each.
 JSON lines (`.jsonl`): a line for each request, the list of texts, or an object with `retrieved_docs` and `question`.
@@ -13,17 +13,17 @@ from typing import Any
 from stillroom.errors import UsageError
 
 TOKENS_PER_WORD = 1.3
-"""English, for texts that come without a tokenizer."""
+"""Estimate for English text."""
 QUESTION_TOKENS = 32
-"""Of a question whose text is not known."""
+"""Length of a question whose text is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """One request."""
+    """One request of a trace."""
 
     documents: tuple[str, ...]
-    """Texts, in the order of the prompt."""
+    """Texts in the order of the prompt."""
     question: str | None
 
     @property
@@ -32,22 +32,22 @@ class Retrieved:
 
 
 def count_tokens(text: str) -> int:
-    """About how many; at least one."""
+    """Estimate the number of tokens of a text, at least 1."""
     return max(1, round(TOKENS_PER_WORD * len(text.split())))
 
 
 def read_retrieved(path: Path) -> list[Retrieved]:
-    """All requests of a trace, in order.
+    """Read all requests of a trace, in order.
 
     Raises:
-        UsageError: the file is no such trace, or an empty one; the message says where.
+        UsageError: the file is not such a trace, or is empty; the message names the line.
     """
     try:
         requests = list(_lines(path) if path.suffix == ".jsonl" else _whole(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no trace with `retrieved_docs`: {error}") from error
+        raise UsageError(f"{path} is not a trace with `retrieved_docs`: {error}") from error
     if not requests:
-        raise UsageError(f"{path} is no trace with `retrieved_docs`: it has no requests")
+        raise UsageError(f"{path} is not a trace with `retrieved_docs`: it has no requests")
     return requests
 
 

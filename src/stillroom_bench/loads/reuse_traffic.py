@@ -1,7 +1,7 @@
-"""Traffic for `stillroom bench reuse`: documents of unequal popularity, prompts made of them, and when they come.
+"""Traffic of `stillroom bench reuse`: documents of unequal popularity, prompts made of them, and the memory they need.
 
-Everything is drawn from a seed and made of token ids, so every runtime is sent the same. What a search would find is
-drawn from the popularity curve.
+Prompts are token ids drawn with a seed, so every runtime receives the same ones. The documents of a prompt are drawn
+from a popularity curve instead of a search.
 """
 
 import json
@@ -21,10 +21,10 @@ from stillroom.planner.simulation.stepped_engine import Prompt, Tokens
 from stillroom_bench.loads.popularity import CURVES, Companions
 
 TOP = 0.03
-"""Of documents: the share that `CURVES` speak of."""
+"""Share of documents that `CURVES` refer to."""
 
 MAX_DOCUMENT = 512
-"""Tokens; longer documents are cut (RAGCache 7.2 does so for k = 5)."""
+"""Maximum tokens of a document; longer ones are cut, as in RAGCache 7.2 for k = 5."""
 
 _SYSTEM = (
     "You are a helpful assistant. Answer the question from the documents that follow, in as few words as possible. "
@@ -34,16 +34,16 @@ _SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What prompts are made of."""
+    """Parts of prompts."""
 
     system: Tokens
     documents: tuple[Tokens, ...]
     questions: tuple[tuple[Tokens, ...], ...]
-    """Of each document, those that it answers; at least one."""
+    """For each document, the questions that it answers; at least one."""
 
 
 def word_tokens(vocab_size: int) -> Callable[[str], Tokens]:
-    """For a model without tokenizer: pieces of words as long as those of usual vocabularies, hashed to ids."""
+    """Return a tokenizer for a model without one: word pieces of usual length, hashed to ids."""
     return lambda text: tuple(1 + zlib.crc32(piece.encode()) % (vocab_size - 1) for piece in _PIECES.findall(text))
 
 
@@ -51,7 +51,7 @@ _PIECES = re.compile(r"\w{1,5}|[^\w\s]")
 
 
 def pool_for(folder: Path, has_tokenizer: bool, dataset: Path | None, size: int, seed: int) -> Pool:
-    """For a checkpoint: of a data set, or drawn. Raises as `read_pool`."""
+    """Make a checkpoint's pool from a data set, or from random tokens without one. Raises as `read_pool`."""
     vocab_size = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
     if dataset is None:
         return made_pool(size, vocab_size, seed)
@@ -64,7 +64,7 @@ def pool_for(folder: Path, has_tokenizer: bool, dataset: Path | None, size: int,
 
 
 def read_pool(dataset: Path, size: int, encode: Callable[[str], Sequence[int]], seed: int) -> Pool:
-    """Documents of a data set in BEIR layout that questions were judged for, at most `size`.
+    """Read at most `size` documents of a data set in BEIR layout that have questions judged relevant.
 
     Raises:
         UsageError: a file is missing, or no question has a document.
@@ -87,7 +87,7 @@ def read_pool(dataset: Path, size: int, encode: Callable[[str], Sequence[int]], 
 
 
 def made_pool(size: int, vocab_size: int, seed: int) -> Pool:
-    """Documents of random tokens, log-normally around 200 of them, with four questions each."""
+    """Make documents of random tokens, log-normal around 200 tokens, with four questions each."""
     rng = np.random.default_rng([seed, 1])
 
     def text(length: int) -> Tokens:
@@ -100,11 +100,15 @@ def made_pool(size: int, vocab_size: int, seed: int) -> Pool:
 
 
 def popularity(num_documents: int, top_share: float) -> NDArray[np.float64]:
-    """Probability of each rank, best first: Zipf's law with the exponent that gives the first 3 % their share."""
+    """Return the probability of each rank under Zipf's law; the exponent gives the first 3 % the share `top_share`.
+
+    Raises:
+        UsageError: there are too few documents for the share.
+    """
     ranks = np.arange(1, num_documents + 1, dtype=np.float64)
     num_top = max(1, round(TOP * num_documents))
     if num_top / num_documents > top_share:
-        raise UsageError(f"{num_documents} documents are too few for this curve; take more (--documents)")
+        raise UsageError(f"{num_documents} documents are too few for this curve; raise --documents")
     low, high = 0.0, 16.0
     for _ in range(60):
         exponent = (low + high) / 2
@@ -119,7 +123,7 @@ def popularity(num_documents: int, top_share: float) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class ReuseTraffic:
-    """Who asks for what."""
+    """Requests for documents of a pool by a popularity curve."""
 
     pool: Pool
     curve: str
@@ -136,10 +140,10 @@ class ReuseTraffic:
             raise UsageError(f"k={self.k} documents cannot be drawn from {len(self.pool.documents)}")
 
     def retrieved(self, count: int, repetition: int) -> list[list[int]]:
-        """For each of so many requests, its documents, in the order of the prompt."""
+        """Return for each of `count` requests its documents, in the order of the prompt."""
         size = len(self.pool.documents)
         shares = np.empty(size)
-        by_rank = np.random.default_rng([self.seed, 2]).permutation(size)  # so popular ones are of any length
+        by_rank = np.random.default_rng([self.seed, 2]).permutation(size)  # so length is independent of popularity
         shares[by_rank] = popularity(size, CURVES[self.curve])
         rng = np.random.default_rng([self.seed, 3, repetition])
         return [self._documents(int(first), shares, rng) for first in rng.choice(size, size=count, p=shares)]
@@ -154,7 +158,7 @@ class ReuseTraffic:
         return [first, *drawn.tolist()]
 
     def prompts(self, count: int, repetition: int) -> list[Prompt]:
-        """So many requests; a repetition has its own."""
+        """Return `count` prompts; each repetition has different ones."""
         rng = np.random.default_rng([self.seed, 5, repetition])
         pool, made = self.pool, []
         for documents in self.retrieved(count, repetition):
@@ -166,26 +170,26 @@ class ReuseTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Room for KV, in tokens, the same for all arms that have such a place."""
+    """KV capacity in tokens, the same for all arms that have the tier."""
 
     device: int
     host: int
     disk: int
     plenty: int
-    """For a runtime that is not to lack any."""
+    """Capacity that no runtime exhausts."""
     longest: int
-    """Prompt and answer of the longest request."""
+    """Tokens of prompt and answer of the longest request."""
 
 
 DEVICE_SHARE = 0.10
-"""Of the KV of all documents, each once, that fits on the device beside what running requests need."""
+"""Share of the KV of all distinct documents that fits on the device in addition to running requests."""
 HOST_SHARE = 0.40
 DISK_SHARE = 4.0
-"""More than all documents once: each path of documents is kept of its own."""
+"""Above 1, because the tree keeps a document once for each path that leads to it."""
 MAX_SEQS = 4
-"""Requests that run at the same time (RAGCache 7.1)."""
+"""Requests that run concurrently (RAGCache 7.1)."""
 _BLOCK = 32
-"""Tokens; a multiple of every runtime's block."""
+"""Tokens; a multiple of every runtime's block size."""
 
 
 def budget_for(
@@ -196,7 +200,7 @@ def budget_for(
     device_share: float = DEVICE_SHARE,
     host_share: float = HOST_SHARE,
 ) -> Budget:
-    """Room for the prompts that run at the same time, and for a share of the documents."""
+    """Return the capacity for concurrently running prompts and a share of the documents."""
     documents = sum(map(_rounded, map(len, pool.documents)))
     needs = [sum(_rounded(len(part)) for part in prompt) + _rounded(max_tokens) for prompt in prompts]
     running = max(max(needs), round(MAX_SEQS * sum(needs) / len(needs)))

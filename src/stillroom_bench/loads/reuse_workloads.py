@@ -1,8 +1,8 @@
-"""Streams of prompts for `stillroom bench policies`, as pieces: who asks for which documents, in which order.
+"""Workloads of `stillroom bench policies`: sequences of prompts as pieces of the knowledge tree.
 
-Made ones have the popularity of documents that RAGCache measured (Figure 5); recorded ones are the traces of a data
-folder and keep their order. A piece is named as `PrefixKeys` names it, by a hash over everything before it, but from
-the names of documents and not from their text, since only equality matters here.
+Generated workloads have the document popularity that RAGCache measured (Figure 5); recorded ones are traces of a data
+folder in their order. The key of a piece is a hash over everything before it, as in `PrefixKeys`, but over the names
+of documents instead of their text, since only equality matters here.
 """
 
 import hashlib
@@ -23,20 +23,20 @@ from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS, count_tokens
 
 SYSTEM_TOKENS = 64
 TRACE_BLOCK_TOKENS = 512
-"""Tokens of one hash id of the Mooncake trace."""
+"""Tokens per hash id of the Mooncake trace."""
 
 _ROOT = NodeKey(hashlib.sha256(b"bench policies").digest())
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
+    """One request of a workload."""
 
     prompt: SegmentedPrompt
     pieces: tuple[Piece, ...]
-    """Of the prompt, all but the question's own tokens."""
+    """Pieces of the prompt, without the question."""
     free_tokens: int
-    """Tokens of the system prompt, which every request shares; hit rates leave them out."""
+    """Tokens of the system prompt, which every request shares; hit rates exclude them."""
 
     @cached_property
     def segment_lengths(self) -> list[int]:
@@ -57,38 +57,38 @@ class ReuseWorkload:
 
     @cached_property
     def num_document_tokens(self) -> int:
-        """In all requests together: what hit rates are shares of."""
+        """Document tokens of all requests: the denominator of hit rates."""
         return sum(sum(piece.num_tokens for piece in ask.pieces) - ask.free_tokens for ask in self.asks)
 
     @cached_property
     def num_distinct_blocks(self) -> int:
-        """Blocks that would keep every piece that ever occurs."""
+        """Blocks that hold every distinct piece."""
         sizes = {piece.key: -(-piece.num_tokens // self.block_size) for ask in self.asks for piece in ask.pieces}
         return sum(sizes.values())
 
     @cached_property
     def num_blocks_of_largest(self) -> int:
-        """What the largest request needs to run at all."""
+        """Blocks of the largest request."""
         return max(sum(-(-length // self.block_size) for length in ask.segment_lengths) for ask in self.asks)
 
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """How unequally documents are asked for."""
+    """A popularity distribution of documents."""
 
     name: str
     top_share: float
-    """Share of requests that go to the most popular 3 % of documents."""
+    """Share of requests for the most popular 3 % of documents."""
 
 
 MMLU_LIKE = Popularity("mmlu-like", 0.60)
 """RAGCache section 3.2: "the top 3% documents are referred to by 60% requests in the MMLU dataset"."""
 NQ_LIKE = Popularity("nq-like", 0.30)
-"""Flatter; the paper draws Natural Questions in Figure 5 and names no figure, so this one is ours."""
+"""Flatter; RAGCache plots Natural Questions in Figure 5 without a number, so the share is Stillroom's choice."""
 
 
 def zipf_exponent(num_documents: int, top_share: float, top: float = 0.03) -> float:
-    """The exponent with which Zipf's law gives the first `top` of documents this share, by bisection."""
+    """Find by bisection the Zipf exponent that gives the first `top` of documents the share `top_share`."""
     ranks = np.arange(1, num_documents + 1, dtype=float)
     num_top = max(1, round(top * num_documents))
     low, high = 0.0, 4.0
@@ -105,11 +105,11 @@ def zipf_exponent(num_documents: int, top_share: float, top: float = 0.03) -> fl
 def made_workload(
     popularity: Popularity, top_k: int, *, num_asks: int, num_documents: int = 1000, follow: float = 0.5, seed: int = 0
 ) -> ReuseWorkload:
-    """Requests for `top_k` documents each, of log-normal length (median 400 tokens, sigma 0.8, 32 to 4,096).
+    """Generate requests for `top_k` documents each, of log-normal length (median 400 tokens, sigma 0.8, 32 to 4,096).
 
-    The first document is drawn by popularity. Each further one is, with probability `follow`, the most similar one not
-    taken yet (each document has a fixed list, drawn by popularity), else drawn by popularity: who is asked for together
-    is neither random nor always the same.
+    The first document is drawn by popularity. Each further one is, with probability `follow`, the next on the first
+    document's fixed list of similar documents, else drawn by popularity. So documents co-occur neither at random nor
+    always in the same sets.
     """
     rng = np.random.default_rng([seed, top_k, round(1000 * popularity.top_share)])
     weights = np.arange(1, num_documents + 1, dtype=float) ** -zipf_exponent(num_documents, popularity.top_share)
@@ -133,7 +133,7 @@ def made_workload(
 
 
 def document_ask(documents: Iterable[tuple[str, int]], question_tokens: int = QUESTION_TOKENS) -> Ask:
-    """A request for a system prompt, documents (name, tokens) and a question."""
+    """Make a request with a system prompt, documents (name, tokens) and a question."""
     named = [("system", SYSTEM_TOKENS), *documents]
     kinds = [SegmentKind.SYSTEM] + [SegmentKind.CHUNK] * (len(named) - 1)
     pieces = _chain(named, kinds)
@@ -143,10 +143,12 @@ def document_ask(documents: Iterable[tuple[str, int]], question_tokens: int = QU
 
 
 def trace_workload(path: Path, num_asks: int) -> ReuseWorkload:
-    """The first requests of a Mooncake trace: a prompt is one segment of pieces of 512 tokens, the last block computed.
+    """Read the first requests of a Mooncake trace.
+
+    A prompt is one segment of pieces of 512 tokens, whose last block is always computed.
 
     Raises:
-        UsageError: the file is no such trace.
+        UsageError: the file is not such a trace.
     """
     asks = []
     try:
@@ -156,7 +158,7 @@ def trace_workload(path: Path, num_asks: int) -> ReuseWorkload:
                 if len(ids) > 1:
                     asks.append(_trace_ask([str(one) for one in ids]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no trace with `hash_ids` in each line: {error}") from None
+        raise UsageError(f"{path} is not a trace with `hash_ids` in each line: {error}") from None
     return ReuseWorkload(path.stem, tuple(asks), TRACE_BLOCK_TOKENS)
 
 
@@ -168,10 +170,10 @@ def _trace_ask(blocks: Sequence[str]) -> Ask:
 
 
 def retrieved_workload(path: Path, top_k: int, num_asks: int) -> ReuseWorkload:
-    """What a real RAG run retrieved, the first `top_k` passages of each request.
+    """Read a trace of retrieved passages, with the first `top_k` passages of each request.
 
     Raises:
-        UsageError: the file is no such trace.
+        UsageError: the file is not such a trace.
     """
     asks = [
         document_ask([(text, count_tokens(text)) for text in one.documents[:top_k]])
@@ -183,10 +185,10 @@ def retrieved_workload(path: Path, top_k: int, num_asks: int) -> ReuseWorkload:
 def _chain(
     named: Sequence[tuple[str, int]], kinds: Sequence[SegmentKind], *, is_whole: bool = False
 ) -> tuple[Piece, ...]:
-    """Pieces one after another.
+    """Return consecutive pieces.
 
     Args:
-        is_whole: all belong to one segment.
+        is_whole: all pieces belong to one segment.
     """
     pieces: list[Piece] = []
     parent, start = _ROOT, 0
@@ -201,5 +203,5 @@ def _chain(
 
 @cache
 def _tokens(count: int) -> tuple[int, ...]:
-    """Tokens that nobody reads: pieces are named by documents."""
+    """Return placeholder tokens; the keys of pieces are made from document names."""
     return (0,) * count

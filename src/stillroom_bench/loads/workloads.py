@@ -1,9 +1,8 @@
-"""Corpora of any size for the index benchmark, from data sets in BEIR layout: real vectors first, then seeded ones.
+"""Corpora of any size for index benchmarks: real vectors of data sets in BEIR layout, then generated ones.
 
-Embedding is slow (some 40 chunks per second on two cores), so what is real is embedded once and kept, and the rest of a
-corpus lies between a real document and one of its nearest, slightly moved: clustered as real documents are, and on the
-same part of the sphere. Texts are drawn word by word from the real ones, so words have their real (Zipf's) frequencies.
-Queries are always real.
+Embedding is slow (about 40 chunks per second on two cores), so real texts are embedded once and cached. Each generated
+vector lies between a real document and one of its nearest neighbours, plus noise, so that the corpus stays clustered
+like real documents. Generated texts draw words from the real ones, so word frequencies are real. Queries are real.
 """
 
 import hashlib
@@ -26,15 +25,15 @@ Vectors = NDArray[np.float32]
 
 _NUM_NEIGHBOURS = 10
 _NOISE = 0.3
-"""Length of the random part of a made vector, whose real part has length 1 or little less."""
+"""Length of the random part of a generated vector, whose real part has a length of about 1."""
 
 _MAX_WORDS = 200
-"""Longest text, in words; about what a chunk holds."""
+"""Maximum words of a text; about the size of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class RealData:
-    """What the data sets hold."""
+    """Texts, questions and embeddings of the data sets."""
 
     texts: tuple[str, ...]
     """Title and text of each document."""
@@ -48,7 +47,7 @@ class RealData:
 def load_real_data(
     datasets: Sequence[Path], work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> RealData:
-    """Read and embed data sets; embeddings are kept in `work_dir` by model and content.
+    """Read and embed data sets; embeddings are cached in `work_dir` by model and content.
 
     Args:
         datasets: folders with corpus.jsonl and queries.jsonl.
@@ -60,7 +59,7 @@ def load_real_data(
     texts = [text for folder in datasets for text in _texts(folder / "corpus.jsonl")]
     questions = [text for folder in datasets for text in _texts(folder / "queries.jsonl")]
     if not texts or not questions:
-        raise UsageError("the data sets hold no documents or no queries; give folders in BEIR layout with --dataset")
+        raise UsageError("the data sets have no documents or no queries; name folders in BEIR layout with --dataset")
     embedder = Embedder(EmbedderConfig())
     key = hashlib.sha256("\0".join([embedder.fingerprint, *texts, "", *questions]).encode()).hexdigest()[:16]
     path = work_dir / f"embeddings-{key}.npz"
@@ -75,9 +74,9 @@ def load_real_data(
 
 
 def clustered_vectors(real: Vectors, size: int, seed: int) -> Vectors:
-    """Vectors [size, d] of length 1: the real ones [n, d] in a random order, then made ones around them.
+    """Return unit vectors [size, d]: the real ones [n, d] in random order, then generated ones near them.
 
-    A smaller size with the same seed is a prefix, so a corpus grows.
+    The result of a smaller size with the same seed is a prefix.
     """
     order = np.random.default_rng(seed).permutation(len(real))
     if size <= len(real):
@@ -91,7 +90,7 @@ def clustered_vectors(real: Vectors, size: int, seed: int) -> Vectors:
 
 
 def _made_vector(real: Vectors, neighbours: NDArray[np.int64], rng: np.random.Generator) -> Vectors:
-    """Somewhere between a real vector and one of its nearest, and a bit beside."""
+    """Return a unit vector between a random real vector and one of its nearest neighbours, plus noise."""
     one = int(rng.integers(len(real)))
     other = neighbours[one, rng.integers(neighbours.shape[1])]
     share = rng.uniform(0.0, 0.5)
@@ -102,7 +101,7 @@ def _made_vector(real: Vectors, neighbours: NDArray[np.int64], rng: np.random.Ge
 
 
 def random_texts(real: Sequence[str], size: int, seed: int) -> Iterator[str]:
-    """Texts with the lengths and the word frequencies of real ones, but in no order of words."""
+    """Yield texts with the lengths and the word frequencies of real ones, in random word order."""
     split = [text.split()[:_MAX_WORDS] for text in real]
     words = np.array([word for text in split for word in text], dtype=object)
     lengths = np.array([max(1, len(text)) for text in split])
@@ -112,7 +111,7 @@ def random_texts(real: Sequence[str], size: int, seed: int) -> Iterator[str]:
 
 
 def choose_queries(real: RealData, count: int, seed: int) -> tuple[list[str], Vectors]:
-    """Up to `count` different real questions and their vectors."""
+    """Draw up to `count` distinct real questions and their vectors."""
     chosen = np.random.default_rng(seed).permutation(len(real.questions))[:count]
     return [real.questions[at] for at in chosen], np.ascontiguousarray(real.queries[chosen])
 
@@ -128,7 +127,7 @@ def _texts(path: Path) -> Iterator[str]:
                 record = json.loads(line)
                 text = f"{record.get('title') or ''}\n{record['text']}".strip()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DocumentError(f"{path}:{number}: a record is a JSON object with `_id` and `text`") from error
+                raise DocumentError(f"{path}:{number}: not a JSON object with `_id` and `text`") from error
             if text:
                 yield text
 

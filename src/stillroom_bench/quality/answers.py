@@ -1,7 +1,7 @@
-"""`stillroom bench quality`: what reuse anywhere costs in answers (Cache-Craft 5.2; Figures 20, 21, 26, 27, Table 3).
+"""`stillroom bench quality`: answer quality of KV reuse at any position (Cache-Craft 5.2; Figures 20, 21, 26, 27,
+Table 3).
 
-The product's own engine answers each question once without reuse, and then over documents whose KV was computed in
-another context, under each arm. Greedy, so everything but time repeats. How to read it: docs/chunk-reuse.md
+Reports what `answer_quality.asking` measures. How to read it: docs/chunk-reuse.md
 """
 
 import math
@@ -23,19 +23,19 @@ from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.instrument.statistics import paired_tests
 
 _NOTE = (
-    "TTFT is the median over questions as they came, one arm after the other, and means something only where a prefill "
-    "takes long enough; `stillroom bench anywhere` measures time."
+    "TTFT is the median over the questions, whose arms ran one after the other; it is meaningful only if a prefill "
+    "takes long enough. `stillroom bench anywhere` measures time."
 )
 
 
 def run_quality(
     scope: QualityScope, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> BenchResult:
-    """Ask every question under every arm.
+    """Answer every question under every arm.
 
     Raises:
         UsageError: the file has no questions, or none that fits the model.
-        ModelError, ConfigError: the model cannot be used, or not for reuse anywhere.
+        ModelError, ConfigError: the model cannot be used, or does not support reuse at any position.
     """
     arms = quality_arms(
         scope.selectors,
@@ -98,7 +98,7 @@ def _ttft(outcomes: Sequence[QuestionOutcome]) -> float:
 
 
 def _by_kind(outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], field: str) -> list[dict[str, Any]]:
-    """An arm a row, a kind of question a column."""
+    """Return a table with a row per arm and a column per kind of question."""
     rows = []
     for name, found in outcomes.items():
         row: dict[str, Any] = {"arm": name}
@@ -130,7 +130,7 @@ def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, 
 def _tests(
     outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], scope: QualityScope
 ) -> list[dict[str, Any]]:
-    """Paired t-tests of the answers (of agreement, where there are none), corrected over the whole table (Holm)."""
+    """Return paired t-tests of exact match, or of agreement if no answers are known, Holm-corrected over the table."""
     field = "agrees" if any(math.isnan(one.is_right) for one in outcomes[FULL]) else "is_right"
     pairs = {}
     for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:

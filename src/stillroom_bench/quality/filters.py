@@ -1,8 +1,8 @@
-"""`stillroom bench filters`: recall and speed of an index of which a filter leaves 50 %, 10 %, 1 % and 0.1 %.
+"""`stillroom bench filters`: recall and speed of an index under filters that allow 50 %, 10 %, 1 % and 0.1 %.
 
-Of each share there are two filters: chunks drawn at random, and chunks of one subject (those nearest to a document that
-is drawn), which is far from what most queries ask. Truth is an exhaustive search of what is allowed. Beside the
-product's own choice run the two that it chooses between: compare all that is allowed, and walk or scan in any case.
+Each share has two filters: random chunks, and chunks of one subject (those nearest to a random document), which is far
+from most queries. The truth is an exhaustive search of the allowed chunks. Arms: the strategy that Stillroom chooses,
+comparing the query with all allowed chunks, and always searching the approximate index.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ WAYS = ("chosen", "compare", "approximate")
 _NUM_QUERIES = 50
 _MIN_SIZE = 10_000
 _LEAST_APPROXIMATE = 0.01
-"""Below this share walking in any case takes minutes, and nobody would."""
+"""Smallest share at which the approximate arm runs; below it, a walk of the graph takes minutes."""
 
 Row = dict[str, Any]
 
@@ -42,15 +42,15 @@ Row = dict[str, Any]
 def run_filters(
     options: FilterOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Raises:
-        UsageError: a data set is missing or empty, or the size too small.
+        UsageError: a data set is missing or empty, or the size is too small.
         DocumentError: a line of a data set cannot be read.
     """
     size, repeat, seed = options.size, options.repeat, options.seed
     if size < _MIN_SIZE:
-        raise UsageError(f"an index of fewer than {_MIN_SIZE:,} vectors is searched whole; give a greater size")
+        raise UsageError(f"--size {size:,} is below {_MIN_SIZE:,}, where an index is searched exhaustively; raise it")
     environment = record_environment()
     real = load_real_data(options.datasets, work_dir, on_progress)
     vectors, queries = clustered_vectors(real.documents, size, seed), choose_queries(real, _NUM_QUERIES, seed)[1]
@@ -99,13 +99,17 @@ def _unfiltered(index: HnswIndex | IvfPqIndex) -> Callable[[], Callable[[Vectors
 def _arm(
     name: str, index: HnswIndex | IvfPqIndex, allowed: AllowedIds, way: str, asked: tuple[Vectors, NDArray[np.int64]]
 ) -> Arm:
-    """`asked`: queries [q, d], and the true ids [q, K] of each."""
+    """Return an arm that searches under a filter.
+
+    Args:
+        asked: queries [q, d], and their true ids [q, K].
+    """
 
     def search(query: Vectors) -> Any:
         return index.search(query, K, None, allowed)
 
     def prepare() -> Callable[[Vectors], Any]:
-        search(asked[0][0])  # what is made once for each filter
+        search(asked[0][0])  # builds the structures that are cached per filter
         return search
 
     inner = dense_arm(name, prepare, *asked)
@@ -119,7 +123,7 @@ def _arm(
 
 @contextlib.contextmanager
 def _way(way: str) -> Iterator[None]:
-    """The rule that chooses, replaced: one compared vector costs nothing, or more than anything."""
+    """Override the rule that chooses a strategy, by setting the cost of a compared vector to nothing or to infinity."""
     rule = hnsw.COMPARED_PER_CANDIDATE, allowed_lists.ENTRIES_PER_COMPARED
     if way != "chosen":
         hnsw.COMPARED_PER_CANDIDATE, allowed_lists.ENTRIES_PER_COMPARED = (10**9, 0) if way == "compare" else (0, 10**9)
@@ -143,7 +147,7 @@ def _truth(flat: FlatIndex, queries: Vectors, allowed: AllowedIds) -> NDArray[np
 
 
 def _rows(values: dict[str, dict[str, list[float]]], index: str, kind: str) -> list[Row]:
-    """One line per share: recall and median latency of each way."""
+    """Return one row per share: recall and latency of each strategy."""
     plain = values[f"{index} unfiltered"]
     rows: list[Row] = [{"allowed": "100% (no filter)", **_figures("chosen", plain)}]
     for share in SHARES:

@@ -1,8 +1,8 @@
-"""`stillroom bench fixed-shapes`: what `runtime.fixed_shapes` gives and costs.
+"""`stillroom bench fixed-shapes`: effect of `runtime.fixed_shapes` on answers and time.
 
-The same questions, one at a time, go to an engine that reuses exact prefixes and to one that computes everything, with
-and without fixed shapes. The result says how many answers differ, by how much the log probability of their first token
-does, and the time to first token of each.
+An engine that reuses exact prefixes and an engine without reuse answer the same questions, one at a time, with and
+without fixed shapes. Reported are the number of answers that differ between the two, the largest difference of the
+first token's log probability, and the time to first token.
 """
 
 import statistics
@@ -36,7 +36,7 @@ _MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TimedReply:
-    """What an engine answered."""
+    """An answer with its timing."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -44,7 +44,7 @@ class TimedReply:
 
 
 def questions(vocab_size: int, count: int, seed: int) -> list[Request]:
-    """Prompts of random tokens: a system prompt, two of six documents, and a question of its own."""
+    """Make prompts of random tokens: a shared system prompt, two of six documents, and a distinct question."""
     randomness = np.random.default_rng(seed)
 
     def tokens(low: int, high: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def questions(vocab_size: int, count: int, seed: int) -> list[Request]:
 
 
 def answer(engine: Engine, question: Request) -> TimedReply:
-    """Ask, and wait for the whole answer."""
+    """Submit a question and run the engine until its answer is complete."""
     began, first = engine.clock.monotonic(), 0.0
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
@@ -79,7 +79,7 @@ def answer(engine: Engine, question: Request) -> TimedReply:
 
 
 def run_fixed_shapes(options: FixedShapesOptions, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
-    """Ask every question of every engine, `repeat` times, each time of new engines.
+    """Run every question on every engine `repeat` times, with a new engine for each run.
 
     Raises:
         ModelError: the checkpoint cannot be used.
@@ -130,7 +130,7 @@ def run_fixed_shapes(options: FixedShapesOptions, on_progress: Callable[[str], N
 def _replies(
     decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig
 ) -> list[TimedReply]:
-    """Of a new engine, which is asked the first question twice to warm up."""
+    """Answer all questions with a new engine, after one answer to the first question as warm-up."""
     engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32))
     answer(engine, asked[0])
     found = [answer(engine, one) for one in asked]

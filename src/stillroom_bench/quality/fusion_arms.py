@@ -1,7 +1,6 @@
-"""Every way to make one ranking of two that `stillroom bench retrieval` compares: the product's rules and those they
-must beat.
+"""Fusion rules that `stillroom bench retrieval` compares: Stillroom's rules and baselines.
 
-A rule is a function from `Candidates` to a ranking of chunks, so that all of them see exactly the same candidates.
+A rule maps `Candidates` to a ranking of chunks, so all rules rank the same candidates.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +16,13 @@ Rule = Callable[[Candidates], Ranking]
 
 
 def weighted(dense: Mapping[ChunkId, float], sparse: Mapping[ChunkId, float], alpha: float) -> Ranking:
-    """alpha * dense + (1 - alpha) * sparse; a chunk that a side did not find gets nothing from it."""
+    """Rank by alpha * dense + (1 - alpha) * sparse; a missing score counts 0."""
     ids = {*dense, *sparse}
     return ranked((i, alpha * dense.get(i, 0.0) + (1 - alpha) * sparse.get(i, 0.0)) for i in ids)
 
 
 def scaled(side: Ranking) -> dict[ChunkId, float]:
-    """Min-max over one side's own candidates (llmds 3.3.1); all 1 where they are equal."""
+    """Return min-max scaled scores of one side's candidates (llmds 3.3.1); all 1 if they are equal."""
     if not side:
         return {}
     values = [score for _, score in side]
@@ -32,7 +31,7 @@ def scaled(side: Ranking) -> dict[ChunkId, float]:
 
 
 def standardised(side: Ranking) -> dict[ChunkId, float]:
-    """Z-scores over one side's own candidates, moved up so that the last found is 0, which is what the others get."""
+    """Return z-scores of one side's candidates, shifted so that the lowest is 0, the score of missing chunks."""
     if not side:
         return {}
     values = np.array([score for _, score in side])
@@ -41,7 +40,7 @@ def standardised(side: Ranking) -> dict[ChunkId, float]:
 
 
 def distribution_based(side: Ranking) -> dict[ChunkId, float]:
-    """Scaled so that mean - 3 std is 0 and mean + 3 std is 1 (distribution-based score fusion)."""
+    """Scale scores so that mean - 3 std is 0 and mean + 3 std is 1 (distribution-based score fusion)."""
     if not side:
         return {}
     values = np.array([score for _, score in side])
@@ -51,20 +50,20 @@ def distribution_based(side: Ranking) -> dict[ChunkId, float]:
 
 
 def learned(alpha: float) -> Rule:
-    """A linear model with a weight found on training queries."""
+    """Return the linear rule with a weight chosen on training queries."""
     return lambda c: weighted(scaled(c.dense), scaled(c.sparse), alpha)
 
 
 def weighted_convex(alpha: float) -> Rule:
-    """The product's default with another weight."""
+    """Return Stillroom's default rule with another weight."""
     return lambda c: convex(c.cosines, c.bm25, alpha)
 
 
 ALPHAS = tuple(round(0.05 * step, 2) for step in range(6, 20))
-"""Weights tried where one is learned: 0.3 to 0.95."""
+"""Candidate weights of the learned linear rule: 0.3 to 0.95."""
 
 CONVEX_WEIGHTS = (0.7, 0.75, 0.8, 0.85, 0.9)
-"""Weights of the dense side tried with the product's rule."""
+"""Candidate weights of the dense side for Stillroom's rule."""
 
 OURS = "convex (complete scores; default)"
 

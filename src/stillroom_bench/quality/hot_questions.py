@@ -1,8 +1,8 @@
-"""`stillroom bench questions`: what the query cache saves.
+"""`stillroom bench questions`: latency saved by the query cache.
 
-One asker puts questions at random moments (Poisson), with the popularity of real questions (Zipf), to a real knowledge
-base that changes now and then: a document is replaced, which ends every cached result. Latency is counted from the
-moment a question was due, so an asker who is kept waiting by the one before says so.
+A single client sends questions at Poisson arrival times with Zipf popularity to a knowledge base. At intervals a
+document is replaced, which invalidates every cached result. Latency is measured from the time a question is due, so it
+includes waiting for the question before it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from stillroom_bench.quality.options import QuestionOptions
 OURS = "cache"
 
 HOT_AFTER = 5
-"""A question that was asked this often before is hot."""
+"""Earlier occurrences from which on a question counts as hot."""
 
 CONFIGS = {
     "no cache": QueryCacheConfig(max_tokens=0),
@@ -39,7 +39,7 @@ CONFIGS = {
 
 
 def asked(questions: Sequence[str], options: QuestionOptions, seed: int) -> tuple[list[str], list[float]]:
-    """The questions of one run in order, and the seconds between each and the one before."""
+    """Draw the questions of one run in order, and the seconds between consecutive questions."""
     rng = np.random.default_rng(seed)
     popularity = np.arange(1, len(questions) + 1, dtype=float) ** -options.zipf
     popular = rng.permutation(len(questions))
@@ -49,7 +49,7 @@ def asked(questions: Sequence[str], options: QuestionOptions, seed: int) -> tupl
 
 
 def asked_before(questions: Sequence[str], times: int) -> list[bool]:
-    """Of each question of a stream, whether it had been asked so often before."""
+    """Return for each question of a stream whether it occurred at least `times` times before."""
     counts: Counter[str] = Counter()
     found = []
     for question in questions:
@@ -61,7 +61,11 @@ def asked_before(questions: Sequence[str], times: int) -> list[bool]:
 def ask_all(
     search: Callable[[str], object], change: Callable[[], None], stream: tuple[list[str], list[float]], every: int
 ) -> list[float]:
-    """Ask each question when it is due; seconds from then to its answer. The clock stands still during a change."""
+    """Send each question when it is due.
+
+    Returns:
+        Seconds from due time to answer, per question. Changes of documents are excluded from the time.
+    """
     seconds = []
     due = time.perf_counter()
     for number, (question, gap) in enumerate(zip(*stream, strict=True)):
@@ -82,25 +86,26 @@ def run_questions(
     config: StillroomConfig,
     on_run: Callable[[str, int], None] | None = None,
 ) -> BenchResult:
-    """Measure both arms on a copy of the data set's knowledge base, opened anew for each run: whoever asks a
-    question first waits for its embedding in every arm, as users do, and no arm finds it kept by another.
+    """Measure both arms on a copy of the data set's knowledge base.
+
+    The copy is reopened for each run, so that the first occurrence of a question computes its embedding in every arm.
 
     Raises:
-        UsageError: the folder is no data set.
+        UsageError: the folder is not a data set.
         DocumentError: a line of it cannot be read.
     """
     dataset, repeat, seed = options.dataset, options.repeat, options.seed
     environment = record_environment()
     questions = list(read_judged_queries(dataset)[0].values())
     with open_knowledge_base(dataset, work_dir, config) as original:
-        original.search(questions[0])  # writes what is missing of the indexes
+        original.search(questions[0])  # completes the indexes on disk
         source = original.path
     with tempfile.TemporaryDirectory(dir=work_dir) as folder:
         shutil.copytree(source, Path(folder) / "kb")
         with KnowledgeBase.open(Path(folder) / "kb", config) as kb:
-            house = _QuestionsFixture(kb, config, Path(folder) / "news.txt", itertools.count())
+            fixture = _QuestionsFixture(kb, config, Path(folder) / "news.txt", itertools.count())
             arms = [
-                Arm(name, _runner(house, cache_config, questions, options, seed))
+                Arm(name, _runner(fixture, cache_config, questions, options, seed))
                 for name, cache_config in CONFIGS.items()
             ]
             samples = run_arms(arms, repeat=repeat, on_run=on_run, only_own=True)
@@ -118,17 +123,17 @@ def run_questions(
 
 @dataclass(frozen=True, slots=True)
 class _QuestionsFixture:
-    """The knowledge base that every run opens anew, and what changes in it."""
+    """The knowledge base that every run reopens, and the document that changes."""
 
     loaded: KnowledgeBase
-    """An open one, whose embedder's weights are used."""
+    """An open knowledge base, whose embedder weights every run shares."""
     config: StillroomConfig
     news: Path
     numbers: Iterator[int]
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[KnowledgeBase]:
-        """With all files read, and no question's embedding kept."""
+        """Open the knowledge base with its indexes loaded and no cached embedding of a benchmark question."""
         with KnowledgeBase.open(self.loaded.path, self.config, weights_of=self.loaded) as kb:
             kb.search("Is everybody ready?")
             yield kb
@@ -140,7 +145,7 @@ class _QuestionsFixture:
 
 
 def _runner(
-    house: _QuestionsFixture,
+    fixture: _QuestionsFixture,
     cache_config: QueryCacheConfig,
     questions: Sequence[str],
     options: QuestionOptions,
@@ -148,12 +153,12 @@ def _runner(
 ) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         stream = asked(questions, options, 1000 * seed + repetition + 100)  # warm-up repetitions are negative
-        with house.opened() as kb:
+        with fixture.opened() as kb:
             cache = QueryCache(kb, cache_config)
-            top_k = house.config.search.top_k
+            top_k = fixture.config.search.top_k
             seconds = ask_all(
                 lambda query: cache.search(query, "hybrid", top_k),
-                lambda: house.change(kb),
+                lambda: fixture.change(kb),
                 stream,
                 options.change_every,
             )

@@ -1,8 +1,8 @@
-"""`stillroom bench index`: how much of the true neighbours dense indexes find, how fast, and what they cost; then whole
-searches, BM25 and the tuner (llmds Tables 1, 7 and 10, Hypothesis 3).
+"""`stillroom bench index`: recall, speed and cost of dense indexes; then hybrid search, BM25 and the tuner (llmds
+Tables 1, 7 and 10, Hypothesis 3).
 
-Searches are single queries in one thread. Arms of one corpus size take turns; each repetition of an arm asks every
-query once and gives one sample of each metric. Indexes are built once, so their build times are single measurements.
+Searches are single queries in one thread. Arms of one corpus size are interleaved; each repetition of an arm runs every
+query once and gives one sample per metric. Indexes are built once, so build times are single measurements.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from stillroom_bench.quality.search_arms import K, Vectors, dense_arm
 
 _M = 16
 _SWEPT_M = (8, 32)
-"""Beside 16, at the middle size: llmds Table 10."""
+"""Values of M measured besides 16 at the middle size: llmds Table 10."""
 _EF_CONSTRUCTION = 100
 _EF_SEARCH = (25, 50, 100, 200)
 _NPROBE = (8, 32, 128)
@@ -44,14 +44,14 @@ _MIN_SIZE = 100
 _ANN_RECALL = 0.99
 _BUDGET_S = 0.001
 _GROWTH_STEP = 1.2
-"""Between two looks at a growing corpus: less than what makes the tuner measure again, so it is seen at its worst."""
+"""Growth of the corpus between two measurements: less than triggers a new tuning, so stale tuning is measured too."""
 
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class _IndexRun:
-    """What is shared by the parts of one run."""
+    """State shared by the parts of one run."""
 
     real: RealData
     repeat: int
@@ -63,7 +63,7 @@ class _IndexRun:
     tables: dict[str, list[Row]] = field(default_factory=dict)
 
     def measure(self, arms: Sequence[Arm]) -> None:
-        """Run arms in turn, and keep what they returned."""
+        """Run the arms interleaved and store their samples."""
         found = run_arms(arms, repeat=self.repeat, on_run=lambda arm, at: self.say(f"{arm}, run {at}"), only_own=True)
         self.samples.values |= found.values
 
@@ -71,20 +71,20 @@ class _IndexRun:
 def run_index(
     options: IndexOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where embeddings are kept between runs.
+        work_dir: folder that keeps embeddings between runs.
 
     Raises:
-        UsageError: a data set is missing or empty, a peer unknown, or a size too small.
+        UsageError: a data set is missing or empty, a peer is unknown, or a size is too small.
         DocumentError: a line of a data set cannot be read.
     """
     peers, repeat, seed = options.peers or PEERS, options.repeat, options.seed
     if unknown := set(peers) - set(PEERS):
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
     if not options.sizes or min(options.sizes) < _MIN_SIZE:
-        raise UsageError(f"a corpus of fewer than {_MIN_SIZE} vectors says nothing; give greater sizes")
+        raise UsageError(f"--size {min(options.sizes, default=0)} is fewer than {_MIN_SIZE} vectors; raise it")
     sizes = sorted(set(options.sizes))
     environment = record_environment()
     run = _IndexRun(load_real_data(options.datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
@@ -157,7 +157,7 @@ Workload = tuple[Vectors, Vectors, NDArray[np.int64]]
 
 
 def _add_own(run: _IndexRun, arms: list[Arm], index: HnswIndex | IvfPqIndex, name: str, workload: Workload) -> Row:
-    """Build one of our indexes and add an arm for each effort."""
+    """Build one of Stillroom's indexes and add an arm per search effort."""
     vectors, queries, truth = workload
     size = len(vectors)
     ids = np.arange(size, dtype=np.int64)
@@ -172,7 +172,7 @@ def _add_own(run: _IndexRun, arms: list[Arm], index: HnswIndex | IvfPqIndex, nam
 
 
 def _add_peers(run: _IndexRun, arms: list[Arm], workload: Workload) -> list[Row]:
-    """Build the graphs of other libraries and add an arm for each effort."""
+    """Build the graphs of other libraries and add an arm per search effort."""
     vectors, queries, truth = workload
     makers, notes = graph_peers(run.peers)
     run.notes += [note for note in notes if note not in run.notes]
@@ -195,7 +195,7 @@ def _add_peers(run: _IndexRun, arms: list[Arm], workload: Workload) -> list[Row]
 
 
 def _built(run: _IndexRun, size: int, name: str, build: Callable[[], object], num_bytes: Callable[[], int]) -> Row:
-    """Build an index once and say what it cost."""
+    """Build an index once and return its build cost."""
     run.say(f"building {name} over {size:,} vectors")
     reset_peak_rss()
     before, began = peak_rss_bytes(), time.perf_counter()
@@ -215,7 +215,7 @@ def _num_bytes(index: VectorIndex) -> int:
 
 
 def _frontier(run: _IndexRun, size: int) -> list[Row]:
-    """One line per arm: the curve of recall against speed."""
+    """Return one row per arm: recall and latency."""
     rows = []
     prefix = f"{size:,} "
     for arm, metrics in run.samples.values.items():
@@ -233,7 +233,7 @@ def _frontier(run: _IndexRun, size: int) -> list[Row]:
 
 
 def _tuner_rows(run: _IndexRun, first: int, last: int) -> list[Row]:
-    """Grow one graph, and look at it in between with real queries that the tuner never saw."""
+    """Grow one graph, and measure recall at each size with real queries that the tuner does not use."""
     vectors = clustered_vectors(run.real.documents, last, run.seed)
     queries = _queries(run)
     plain = IndexConfig(kind="hnsw", m=_M, ef_construction=_EF_CONSTRUCTION, seed=run.seed)
@@ -243,7 +243,7 @@ def _tuner_rows(run: _IndexRun, first: int, last: int) -> list[Row]:
     for_time = Tuner(unused, dataclasses.replace(plain, search_budget_s=_BUDGET_S), "bench")
     rows: list[Row] = []
     fixed: int | None = None
-    for size in _looks(first, last):
+    for size in _growing_sizes(first, last):
         run.say(f"tuning at {size:,} vectors")
         index.add(np.arange(len(index), size, dtype=np.int64), vectors[len(index) : size])
         truth = index.exact(queries, K)
@@ -252,7 +252,7 @@ def _tuner_rows(run: _IndexRun, first: int, last: int) -> list[Row]:
         seconds, is_measured = time.perf_counter() - began, for_recall.tuning is not before
         fixed = fixed or effort
         budget = _effort(for_time, index)
-        held = _looked(index, effort, queries, truth)
+        held = _measured(index, effort, queries, truth)
         rows.append(
             {
                 "vectors": size,
@@ -260,28 +260,28 @@ def _tuner_rows(run: _IndexRun, first: int, last: int) -> list[Row]:
                 f"ef for {_ANN_RECALL}": effort or "impossible",
                 "recall": held["ann_recall_at_10"],
                 "p50 us": round(held["p50_seconds"] * 1e6),
-                f"recall at ef={fixed}": _looked(index, fixed, queries, truth)["ann_recall_at_10"],
+                f"recall at ef={fixed}": _measured(index, fixed, queries, truth)["ann_recall_at_10"],
                 f"ef for {_BUDGET_S * 1e3:g} ms": budget or "impossible",
-                "its p95 us": round(_looked(index, budget, queries, truth)["p95_seconds"] * 1e6),
+                "its p95 us": round(_measured(index, budget, queries, truth)["p95_seconds"] * 1e6),
             }
         )
     return rows
 
 
 def _effort(tuner: Tuner, index: HnswIndex) -> int | None:
-    """What the tuner chooses; None where it says that nothing reaches the goal."""
+    """Return the tuner's choice; None if no effort reaches the goal."""
     try:
         return tuner.effort(index)
     except ConfigError:
         return None
 
 
-def _looked(index: HnswIndex, effort: int | None, queries: Vectors, truth: NDArray[np.int64]) -> Metrics:
+def _measured(index: HnswIndex, effort: int | None, queries: Vectors, truth: NDArray[np.int64]) -> Metrics:
     return dense_arm("", lambda: lambda query: index.search(query, K, effort), queries, truth).run(0)
 
 
-def _looks(first: int, last: int) -> list[int]:
-    """Sizes from first to last, each at most `_GROWTH_STEP` times the one before."""
+def _growing_sizes(first: int, last: int) -> list[int]:
+    """Return sizes from first to last, each at most `_GROWTH_STEP` times the previous size."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(min(last, int(sizes[-1] * _GROWTH_STEP) + 1))

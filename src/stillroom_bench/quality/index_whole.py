@@ -1,5 +1,4 @@
-"""Parts of `stillroom bench index` beyond the dense index: BM25, and whole searches through SQLite, both indexes and
-fusion."""
+"""Arms of `stillroom bench index` for BM25 and for hybrid searches through SQLite, both indexes and fusion."""
 
 import contextlib
 import time
@@ -27,9 +26,9 @@ from stillroom_bench.quality.search_arms import Vectors, latency_metrics, timed
 
 _NUM_QUERIES = 200
 _NUM_EMBEDDED = 30
-"""Embedding one query takes longer than 30 searches."""
+"""Number of embedded queries; embedding a query takes longer than 30 searches."""
 _DEPTH = 50
-"""What each retriever gives to fusion."""
+"""Candidates of each retriever."""
 _BATCH = 2000
 _INDEXES = {
     "flat": IndexConfig(),
@@ -40,7 +39,7 @@ _INDEXES = {
 def measure_bm25(
     real: RealData, size: int, seed: int, folder: Path, peer: Bm25sPeer | None
 ) -> tuple[list[Arm], list[dict[str, Any]]]:
-    """Build BM25 indexes of made texts; arms that search them for the 50 best, and what they cost."""
+    """Build BM25 indexes of generated texts. Returns arms that search for the best chunks, and rows of build costs."""
     chunks = list(_chunks(real, size, seed))
     queries = choose_queries(real, _NUM_QUERIES, seed)[0]
     own = Bm25Index(folder / "bm25", "bench")
@@ -49,7 +48,7 @@ def measure_bm25(
     rows = [_at_rest("stillroom", size, time.perf_counter() - began, _folder_bytes(folder / "bm25"))]
     arms = [_text_arm(f"BM25 {size:,} stillroom", lambda text: own.search(text, _DEPTH), queries)]
     if peer is not None:
-        words = WordAnalyzer()  # the same words for both
+        words = WordAnalyzer()  # both indexes get the same words
         began = time.perf_counter()
         peer.build([words.stems(chunk.indexed_text) for chunk in chunks])
         rows.append(_at_rest("bm25s", size, time.perf_counter() - began, peer.num_bytes(folder / "bm25s")))
@@ -61,8 +60,10 @@ def measure_bm25(
 
 @contextlib.contextmanager
 def whole_searches(real: RealData, size: int, seed: int, folder: Path) -> Iterator[list[Arm]]:
-    """Arms that search a corpus of made documents as `KnowledgeBase` does, with query vectors computed before; and one
-    that embeds queries."""
+    """Yield arms that search generated documents as `KnowledgeBase` does, and an arm that embeds queries.
+
+    The search arms use precomputed query vectors.
+    """
     chunks, vectors = list(_chunks(real, size, seed)), clustered_vectors(real.documents, size, seed)
     texts, query_vectors = choose_queries(real, _NUM_QUERIES, seed)
     prepared = PreparedEmbedder(dict(zip(texts, query_vectors, strict=True)))
@@ -81,7 +82,7 @@ def whole_searches(real: RealData, size: int, seed: int, folder: Path) -> Iterat
 
 
 class PreparedEmbedder(Embedder):
-    """Knows the vectors of some queries."""
+    """An embedder with precomputed vectors of known queries."""
 
     def __init__(self, vectors: dict[str, Vectors]) -> None:
         super().__init__(EmbedderConfig())
@@ -119,7 +120,7 @@ def _chunks(real: RealData, size: int, seed: int) -> Iterator[Chunk]:
 
 
 def corpus_of(chunks: Sequence[Chunk], vectors: Vectors, path: Path) -> Corpus:
-    """A corpus in a new file: each chunk is a document, with its vector [len(chunks), d]."""
+    """Write a new corpus in which each chunk is a document, with vectors [len(chunks), d]."""
     corpus = Corpus(path)
     documents = [
         StoredDocument(

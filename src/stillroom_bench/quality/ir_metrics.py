@@ -1,7 +1,6 @@
-"""Relevance metrics per query, by a pytrec_eval-compatible library: nDCG@10, Recall@5/10/100, MRR@10.
+"""Relevance metrics per query with pytrec_eval: nDCG@10, Recall@5/10/100, MRR@10.
 
-The unit is the document, as in the judgements. Numbers per query come back in the order of the queries, so that arms
-can be tested in pairs.
+The unit is the document, as in the judgements. Values are in the order of the queries, for paired tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +22,18 @@ Qrels = Mapping[str, Mapping[str, int]]
 
 
 def evaluate(qrels: Qrels, run: Mapping[str, Sequence[str]]) -> dict[str, NDArray[np.float64]]:
-    """Every metric, one value per query of the run that has a relevant document, in the run's order.
+    """Compute every metric for the queries of a run that have a relevant document.
 
     Args:
         run: query id -> distinct document ids, best first.
+
+    Returns:
+        Metric -> one value per query, in the order of the run.
     """
     import pytrec_eval
 
     judged = [query for query in run if any(grade > 0 for grade in qrels.get(query, {}).values())]
-    # The evaluator orders by score, and ties by id: a score per rank keeps our order.
+    # The evaluator sorts by score, then id; distinct scores keep the order of the run.
     scored = {query: {doc: float(-rank) for rank, doc in enumerate(run[query])} for query in judged}
     evaluator = pytrec_eval.RelevanceEvaluator(
         {query: dict(qrels[query]) for query in judged}, {"ndcg_cut.10", "recall.5,10,100"}
@@ -45,7 +47,7 @@ def evaluate(qrels: Qrels, run: Mapping[str, Sequence[str]]) -> dict[str, NDArra
 
 
 def _reciprocal_rank(grades: Mapping[str, int], documents: Sequence[str]) -> float:
-    """1 / rank of the first relevant one; trec_eval's own has no cutoff."""
+    """Return 1 / rank of the first relevant document; trec_eval's metric has no cutoff."""
     for rank, document in enumerate(documents, start=1):
         if grades.get(document, 0) > 0:
             return 1.0 / rank

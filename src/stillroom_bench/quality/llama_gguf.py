@@ -1,7 +1,7 @@
-"""A Llama checkpoint as a GGUF file, for llama.cpp.
+"""Converts a Llama checkpoint to a GGUF file for llama.cpp.
 
-Runs as a program under the Python that has `gguf`, so it imports nothing of Stillroom. Without PIECES.json, a list of
-the vocabulary's pieces, the file has no vocabulary, and llama.cpp takes token ids only.
+Runs as a script under the Python that has `gguf`, so it imports nothing of Stillroom. PIECES.json is a list of the
+vocabulary's pieces; without it, the file has no vocabulary and llama.cpp accepts token ids only.
 
     python llama_gguf.py MODEL_FOLDER OUT.gguf [PIECES.json]
 """
@@ -48,7 +48,7 @@ def _add_config(writer: Any, config: dict[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: Any, pieces: list[str]) -> None:
-    """Three control tokens, 256 bytes, then pieces in the order in which they were merged."""
+    """Add the vocabulary: three control tokens, 256 bytes, then pieces in merge order."""
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
     kinds += [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * (len(pieces) - 259)
     writer.add_tokenizer_model("llama")
@@ -62,7 +62,7 @@ def _add_tokenizer(writer: Any, pieces: list[str]) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Name and values of each tensor of a safetensors file: float32, or the bits of bfloat16 as uint16."""
+    """Yield name and values of each tensor of a safetensors file: float32, or the bits of bfloat16 as uint16."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     for name, entry in json.loads(content[8:start]).items():
@@ -73,7 +73,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _paired(name: str, values: Any, config: dict[str, Any]) -> Any:
-    """GGUF's layout: Q and K have the two halves of a rotated pair side by side."""
+    """Permute Q and K to GGUF's layout, in which the two halves of a rotated pair are adjacent."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
     if heads is None:
         return values

@@ -1,7 +1,6 @@
-"""Other people's search libraries behind one small face, each measured where it is installed: faiss called directly,
-hnswlib, usearch; and bm25s.
+"""Adapters of other search libraries for `stillroom bench index`: faiss called directly, hnswlib, usearch, bm25s.
 
-Only faiss is a dependency of Stillroom, and is here without our wrapper: `pip install hnswlib usearch bm25s`.
+Only faiss is a dependency of Stillroom; the others are measured if installed (`pip install hnswlib usearch bm25s`).
 """
 
 import importlib
@@ -16,24 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vectors = NDArray[np.float32]
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type stubs lack names that are created at import
 
 
 class GraphPeer(Protocol):
-    """An HNSW graph of another library, over unit vectors by position."""
+    """An HNSW graph of another library over unit vectors, whose ids are positions."""
 
     name: str
 
     def build(self, vectors: Vectors, m: int, ef_construction: int, seed: int) -> None:
-        """Index vectors [n, d] with as many threads as faiss would use."""
+        """Index vectors [n, d] with as many threads as faiss uses."""
         ...
 
     def searcher(self, k: int, ef_search: int) -> Callable[[Vectors], NDArray[np.int64]]:
-        """A function from a query [d] to the ids [k] of the nearest, in one thread."""
+        """Return a single-threaded function from a query [d] to the ids [k] of its nearest vectors."""
         ...
 
     def num_bytes(self) -> int:
-        """Of the index as it would be stored."""
+        """Return the size of the serialised index."""
         ...
 
 
@@ -87,7 +86,7 @@ class UsearchPeer:
     name = "usearch"
 
     def build(self, vectors: Vectors, m: int, ef_construction: int, seed: int) -> None:
-        # it takes no seed
+        # usearch accepts no seed
         library = importlib.import_module("usearch.index")
         self._index: Any = library.Index(
             ndim=vectors.shape[1], metric="ip", dtype="f32", connectivity=m, expansion_add=ef_construction
@@ -110,7 +109,7 @@ class UsearchPeer:
 
 
 class Bm25sPeer:
-    """BM25 of bm25s with its numba backend, on the words that our own analyzer finds."""
+    """BM25 of bm25s with its numba backend, on the words of Stillroom's analyzer."""
 
     name = "bm25s"
 
@@ -118,18 +117,18 @@ class Bm25sPeer:
         self._library: Any = importlib.import_module("bm25s")
 
     def build(self, words: Sequence[Sequence[str]]) -> None:
-        """Index documents, each a list of words; k1 and b as in our index."""
+        """Index documents, each a list of words, with the k1 and b of Stillroom's index."""
         self._index: Any = self._library.BM25(method="lucene", k1=1.2, b=0.75, backend="numba")
         self._index.index([list(some) for some in words], show_progress=False)
 
     def search(self, words: Sequence[str], k: int) -> NDArray[np.int64]:
-        """Positions [k] of the best documents for the words of one query."""
+        """Return the positions [k] of the best documents for the words of one query."""
         found = self._index.retrieve([list(words)], k=k, show_progress=False, n_threads=1)
         ids: NDArray[np.int64] = found.documents[0]
         return ids
 
     def num_bytes(self, folder: Path) -> int:
-        """Store the index in an empty folder, and say how large it is."""
+        """Save the index in an empty folder and return its size."""
         self._index.save(str(folder))
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -140,11 +139,10 @@ _GRAPHS: dict[str, tuple[str, Callable[[], GraphPeer]]] = {
     "usearch": ("usearch", UsearchPeer),
 }
 PEERS = (*_GRAPHS, "bm25s")
-"""Every peer by name."""
 
 
 def graph_peers(names: Sequence[str]) -> tuple[dict[str, Callable[[], GraphPeer]], list[str]]:
-    """Makers of the graph peers among these names, and a note for each that is not installed."""
+    """Return constructors of the named graph peers, and a note for each that is not installed."""
     found, notes = {}, []
     for name in names:
         if name not in _GRAPHS:
@@ -158,7 +156,7 @@ def graph_peers(names: Sequence[str]) -> tuple[dict[str, Callable[[], GraphPeer]
 
 
 def bm25_peer(names: Sequence[str]) -> tuple[Bm25sPeer | None, list[str]]:
-    """bm25s, if it is among these names and installed; else a note."""
+    """Return the bm25s peer if it is named and installed; else None and a note."""
     if "bm25s" not in names:
         return None, []
     if importlib.util.find_spec("bm25s") is None or importlib.util.find_spec("numba") is None:
@@ -167,7 +165,7 @@ def bm25_peer(names: Sequence[str]) -> tuple[Bm25sPeer | None, list[str]]:
 
 
 def peer_versions() -> dict[str, str]:
-    """Of what is installed."""
+    """Return the versions of the installed peers."""
     packages = {"faiss": "faiss-cpu"}
     versions = {}
     for name in PEERS:

@@ -1,9 +1,9 @@
-"""`stillroom bench retrieval`: every fusion rule on every data set, with significance; our llmds Tables 6 and 9.
+"""`stillroom bench retrieval`: every fusion rule on every data set, with significance tests (llmds Tables 6 and 9).
 
-Candidates are searched once per query and fused by all rules, so differences are the rules' own. Three rows have
-parameters that are learned, never from the queries they are tested on: "learned linear" by five-fold cross-validation
-over the queries of each set; the product's rule once by five-fold cross-validation with the same parameters for all
-sets, and once from all sets but the one it is tested on, which asks more: that they hold for other kinds of documents.
+Candidates are searched once per query and fused by all rules. Three rows have learned parameters, never learned from
+the queries they are tested on: "learned linear" by five-fold cross-validation within each set; Stillroom's rule by
+five-fold cross-validation with one weight for all sets; and Stillroom's rule with the weight that is best on all other
+sets, which tests whether the weight transfers to other kinds of documents.
 """
 
 from collections.abc import Callable
@@ -41,17 +41,17 @@ Values = dict[str, NDArray[np.float64]]
 """Metric -> one value per query."""
 
 Grid = dict[float, Values]
-"""What the product's rule reaches with each of `CONVEX_WEIGHTS`."""
+"""Weight of `CONVEX_WEIGHTS` -> values of Stillroom's rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dataset:
-    """One data set, searched."""
+    """A data set with the candidates of its queries."""
 
     name: str
     qrels: Qrels
     candidates: dict[str, Candidates]
-    """By query id, of the queries that have a relevant document."""
+    """Query id -> candidates, for queries with a relevant document."""
     records: dict[ChunkId, str]
 
     def run(self, rule: Rule) -> dict[str, list[str]]:
@@ -61,7 +61,7 @@ class _Dataset:
         return evaluate(self.qrels, self.run(rule))
 
     def _documents(self, ranking: Ranking) -> list[str]:
-        """The distinct documents of a ranking of chunks, in order."""
+        """Return the first 100 distinct documents of a ranking of chunks."""
         return list(dict.fromkeys(self.records[chunk_id] for chunk_id, _ in ranking if chunk_id in self.records))[:100]
 
 
@@ -74,16 +74,16 @@ def run_quality(
     """Measure all rules on all sets.
 
     Raises:
-        UsageError: a folder is no data set, or two have the same name.
-        DocumentError: a line of one cannot be read.
+        UsageError: a folder is not a data set, or two have the same name.
+        DocumentError: a line of a data set cannot be read.
     """
     datasets, split, seed = options.datasets, options.split, options.seed
     if len({path.resolve().name for path in datasets}) < len(datasets):
-        raise UsageError("two data sets have the same name; rename one, so that the report can tell them apart")
+        raise UsageError("two data sets have the same name, which identifies them in the report; rename one")
     environment = record_environment()
     loaded = []
     for path in datasets:
-        on_step(f"{path.name}: indexing (kept in {work_dir}) and searching")
+        on_step(f"{path.name}: indexing (cached in {work_dir}) and searching")
         loaded.append(_search(path, work_dir, config, split))
     on_step("fusing and testing")
     values = {dataset.name: {name: dataset.measure(rule) for name, rule in RULES.items()} for dataset in loaded}
@@ -126,7 +126,7 @@ def _search(path: Path, work_dir: Path, config: StillroomConfig, split: str) -> 
 
 
 def _cross_validated(dataset: _Dataset, seed: int) -> Values:
-    """Each query is ranked with the weight that was best on the folds it is not in."""
+    """Evaluate each query with the weight that is best on the other folds."""
     by_alpha = {alpha: dataset.measure(learned(alpha)) for alpha in ALPHAS}
     count = len(dataset.candidates)
     folds = np.random.default_rng(seed).permutation(count) % NUM_FOLDS
@@ -140,7 +140,7 @@ def _cross_validated(dataset: _Dataset, seed: int) -> Values:
 
 
 def _held_out(grids: dict[str, Grid], seed: int) -> dict[str, Values]:
-    """Each query is ranked with the parameters that were best, on the mean of all sets, on the folds it is not in."""
+    """Evaluate each query with the weight that has the best mean over all sets on the other folds."""
     rng = np.random.default_rng(seed)
     folds = {name: rng.permutation(_num_queries(grid)) % NUM_FOLDS for name, grid in grids.items()}
     held_out = {name: {metric: np.zeros(_num_queries(grid)) for metric in METRICS} for name, grid in grids.items()}
@@ -154,7 +154,7 @@ def _held_out(grids: dict[str, Grid], seed: int) -> dict[str, Values]:
 
 
 def _transferred(grids: dict[str, Grid]) -> dict[str, float]:
-    """For each set, the parameters with the best mean nDCG@10 of the others."""
+    """Return for each set the weight with the best mean nDCG@10 over the other sets."""
     return {
         held: _best({name: np.full(_num_queries(grid), name != held) for name, grid in grids.items()}, grids)
         for held in grids
@@ -162,7 +162,7 @@ def _transferred(grids: dict[str, Grid]) -> dict[str, float]:
 
 
 def _best(chosen: dict[str, NDArray[np.bool_]], grids: dict[str, Grid]) -> float:
-    """The parameters with the best mean over sets of the mean over the chosen queries."""
+    """Return the weight with the best mean over sets of the mean over the chosen queries."""
 
     def score(parameters: float) -> float:
         return sum(float(grids[n][parameters][_MAIN][rows].mean()) for n, rows in chosen.items() if rows.any())
@@ -175,7 +175,7 @@ def _num_queries(grid: Grid) -> int:
 
 
 def _table(values: dict[str, dict[str, Values]], metric: str) -> list[dict[str, Any]]:
-    """A row per rule, a column per set, and their mean."""
+    """Return a row per rule with a column per set and their mean."""
     names = list(next(iter(values.values())))
     table = []
     for name in names:
@@ -206,7 +206,7 @@ def _tests(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
 
 
 def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
-    """Does a rule differ on the mean of the sets? Every set counts the same; its queries give the variance."""
+    """Test rules for a difference of the mean over sets. All sets weigh the same; their queries give the variance."""
     found = []
     names = list(next(iter(values.values())))
     tested = (OURS, HELD_OUT, TRANSFERRED)
@@ -231,7 +231,7 @@ def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
 
 
 def _samples(values: dict[str, dict[str, Values]]) -> Samples:
-    """nDCG@10 of every query, so that a later run can be compared with this one."""
+    """Return nDCG@10 of every query, for comparison with a later run."""
     samples = Samples()
     for dataset, rules in values.items():
         for name, measured in rules.items():

@@ -1,7 +1,7 @@
-"""`stillroom bench runtime`: the decoder beside transformers, llama.cpp and vLLM on random weights of one shape.
+"""`stillroom bench runtime`: the decoder against transformers, llama.cpp and vLLM on random weights of one shape.
 
-Each runtime is a process of its own (`runtime_worker.py`) and takes its turn with the same prompts, fresh random tokens
-each time, so that no prefix cache helps. Speed does not depend on the weights' values, so they are drawn.
+Each runtime is a separate process (`runtime_worker.py`). Runtimes take turns with the same prompts, which are new
+random tokens each time, so that no prefix cache helps. Speed does not depend on the weights' values, which are random.
 """
 
 import contextlib
@@ -52,23 +52,23 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all matrices that every token goes through."""
+        """Number of parameters of the layers' matrices, which every token is multiplied by."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Multiplications and additions for a prompt; causal attention counts half its square."""
+        """Return the floating-point operations of a prompt; causal attention counts half of its square."""
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * num_tokens**2
         return 2.0 * self.layer_parameters * num_tokens + attention + 2.0 * self.vocab_size * self.hidden_size
 
     def decode_bytes(self, context: int, itemsize: int) -> float:
-        """What one token has to read: all matrices once, and the context's keys and values."""
+        """Return the bytes that one decoded token reads: all matrices once, and the context's keys and values."""
         kv = 2 * self.num_layers * self.num_kv_heads * self.head_dim * context
         return float(itemsize * (self.layer_parameters + self.vocab_size * self.hidden_size + kv))
 
 
 def write_checkpoint(folder: Path, shape: Shape, dtype: str, seed: int) -> Path:
-    """A checkpoint of this shape in a folder of its own, written once."""
+    """Write a checkpoint of random weights to its own folder, unless it exists."""
     import torch
     from safetensors.torch import save_file
 
@@ -124,19 +124,19 @@ def write_checkpoint(folder: Path, shape: Shape, dtype: str, seed: int) -> Path:
 
 
 def vars_of(shape: Shape) -> dict[str, int]:
-    """Its fields by name."""
+    """Return the fields by name."""
     return {name: getattr(shape, name) for name in Shape.__dataclass_fields__}
 
 
 class Worker(WorkerProcess):
-    """A runtime of `runtime_worker.py`."""
+    """A process of `runtime_worker.py`."""
 
     def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int) -> None:
         command = [python, str(_WORKER), name, str(folder), dtype, str(num_threads)]
         super().__init__(name, command, folder / f"{name}.log")
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """Seconds for so many tokens of each prompt.
+        """Return the seconds for generating `num_tokens` tokens per prompt.
 
         Raises:
             UsageError: the process died.
@@ -162,13 +162,13 @@ def run_runtime(
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where checkpoints are kept between runs.
+        work_dir: folder that keeps checkpoints between runs.
 
     Raises:
-        UsageError: a peer or dtype is unknown, or a length too great.
+        UsageError: a peer or dtype is unknown, or a length exceeds the model's limit.
     """
     dtypes, lengths, repeat, seed = options.dtypes, options.lengths, options.repeat, options.seed
     peers = {INT8: sys.executable, "transformers": sys.executable} | named_pythons(options.peers)
@@ -177,7 +177,7 @@ def run_runtime(
     if unknown := set(dtypes) - set(DTYPES):
         raise UsageError(f"unknown dtypes {', '.join(sorted(unknown))}; known are {', '.join(DTYPES)}")
     if max(lengths) >= MAX_TOKENS:
-        raise UsageError(f"prompts of {max(lengths)} tokens are too long; the model takes {MAX_TOKENS}")
+        raise UsageError(f"--length {max(lengths)} is too long; prompt and answer are limited to {MAX_TOKENS} tokens")
     run = _RuntimeRun(shape or Shape(), repeat, seed, on_progress)
     environment = record_environment()
     for dtype in dtypes:
@@ -207,7 +207,7 @@ def run_runtime(
 def _started(
     run: _RuntimeRun, pythons: Mapping[str, str], folder: Path, dtype: str, num_threads: int
 ) -> Iterator[list[Worker]]:
-    """All runtimes that start; a note for each that does not."""
+    """Yield all runtimes that start; add a note for each that does not."""
     workers: list[Worker] = []
     try:
         for name, python in pythons.items():
@@ -231,13 +231,13 @@ def _started(
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Random prompts: the same for all runtimes, and never the same twice."""
+    """Random prompts, the same for all runtimes and different in every repetition."""
 
     seed: int
     vocab_size: int
 
     def draw(self, repetition: int, kind: int, count: int, length: int) -> list[list[int]]:
-        """`kind` tells the prompts of one repetition apart."""
+        """Return `count` prompts of `length` tokens; `kind` distinguishes the prompts of one repetition."""
         rng = np.random.default_rng([self.seed, repetition + 100, kind])  # warm-up repetitions are negative
         drawn: list[list[int]] = rng.integers(1, self.vocab_size, size=(count, length)).tolist()
         return drawn
@@ -269,7 +269,7 @@ def _arms(run: _RuntimeRun, workers: Sequence[Worker], dtype: str, lengths: Sequ
     for worker in workers:
         yield Arm(f"{dtype}: decode after {_DECODE_CONTEXT} tokens/{worker.name}", prompts.decode(worker))
     for worker in workers:
-        if worker.name != "llama.cpp":  # its interface leaves batches to the caller
+        if worker.name != "llama.cpp":  # its interface leaves batching to the caller
             yield Arm(f"{dtype}: batch of {_BATCH}/{worker.name}", prompts.batch(worker))
 
 
@@ -277,7 +277,7 @@ def _arms(run: _RuntimeRun, workers: Sequence[Worker], dtype: str, lengths: Sequ
 
 
 def _limits(run: _RuntimeRun, dtype: str, lengths: Sequence[int], num_threads: int) -> list[dict[str, Any]]:
-    """What was achieved beside the most that a plain product and a plain read reach on this machine, just now."""
+    """Compare the achieved rates with those of a matrix product and a memory read, measured now on this machine."""
     import torch
 
     run.say("measuring the machine's limits")
@@ -315,7 +315,7 @@ def _read_bandwidth() -> float:
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of six runs after one."""
+    """Return the seconds of the fastest of six runs, after one run as warm-up."""
     work()
     seconds = []
     for _ in range(6):

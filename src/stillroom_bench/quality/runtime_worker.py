@@ -1,8 +1,7 @@
-"""One runtime in a process of its own, for `stillroom bench runtime`: reads requests from standard input, a JSON object
-per line, and answers each with one.
+"""Worker process of `stillroom bench runtime` with one runtime: reads a JSON request per line, writes a JSON reply.
 
-Runs as a script under the Python that has the runtime installed, so it imports nothing of Stillroom before it is asked
-to, and of each runtime only its public interface.
+Runs as a script under the Python that has the runtime installed, so it imports Stillroom only for Stillroom's own
+runtimes. It uses each runtime's public interface.
 
     python runtime_worker.py NAME MODEL_FOLDER bfloat16|float32 NUM_THREADS
 """
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from stillroom.config.settings import Dtype, Weights
 
 MAX_TOKENS = 4096
-"""Prompt plus answer."""
+"""Limit of prompt plus answer."""
 
 
 class MeasuredRuntime(Protocol):
-    """Prompts are token ids, answers greedy and never cut short by an end token."""
+    """A runtime that decodes greedily and ignores end tokens. Prompts are token ids."""
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Seconds for so many tokens of each prompt, all at once."""
+        """Return the seconds for generating `num_tokens` tokens of each prompt, as one batch."""
         ...
 
 
 class StillroomRuntime:
-    """The engine: scheduler, KV blocks, decoder and sampling, as `ask` and `serve` use it, stepped by hand."""
+    """Stillroom's engine as `ask` and `serve` use it, stepped by the caller."""
 
     weights: "Weights" = "checkpoint"
 
@@ -68,13 +67,13 @@ class StillroomRuntime:
 
 
 class StillroomInt8(StillroomRuntime):
-    """The same with weights in 8 bits."""
+    """Stillroom's engine with 8-bit weights."""
 
     weights = "int8"
 
 
 class Transformers:
-    """Eager `generate` with sdpa attention."""
+    """Eager `generate` of transformers with SDPA attention."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
         import torch
@@ -102,7 +101,7 @@ class Transformers:
 
 
 class VllmRuntime:
-    """The offline engine in this process, without prefix caching: prompts are to be computed."""
+    """vLLM's offline engine in this process, without prefix caching, so that prompts are computed."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -135,7 +134,7 @@ class VllmRuntime:
 
 
 class LlamaCppRuntime:
-    """The C interface, on a GGUF file of the same weights."""
+    """The C interface of llama.cpp, on a GGUF file of the same weights."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
         import ctypes
@@ -157,7 +156,7 @@ class LlamaCppRuntime:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Prompts one after the other: batches need bookkeeping that its users do not write themselves."""
+        """Return the seconds for all prompts in sequence, because the interface leaves batching to the caller."""
         began = time.perf_counter()
         for prompt in prompts:
             self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
@@ -174,7 +173,7 @@ class LlamaCppRuntime:
 
 
 def write_gguf(folder: Path, dtype: str) -> Path:
-    """The checkpoint's weights as GGUF beside it, without a vocabulary; kept for the next run."""
+    """Write the checkpoint's weights as GGUF without a vocabulary into its folder, unless the file exists."""
     path = folder / f"model-{dtype}.gguf"
     if not path.exists():
         temporary = path.with_suffix(".tmp")
@@ -194,7 +193,7 @@ RUNTIMES: dict[str, Callable[[Path, str, int], MeasuredRuntime]] = {
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held; unlike `getrusage`, not what its parent held when it was started."""
+    """Return the peak memory of this process; unlike `getrusage`, it excludes the parent's memory at the fork."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -203,9 +202,9 @@ def peak_rss_bytes() -> int:
 
 
 def serve(name: str, folder: Path, dtype: str, num_threads: int) -> None:
-    """Load, say so, then answer until the input ends."""
+    """Load the runtime, report the load time, then answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the answers
+    os.dup2(2, 1)  # redirects the output of libraries, which would break the JSON lines
     began = time.perf_counter()
     runtime = RUNTIMES[name](folder, dtype, num_threads)
     answer: dict[str, Any] = {"load_seconds": time.perf_counter() - began}

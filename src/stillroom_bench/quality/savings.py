@@ -1,8 +1,8 @@
-"""`stillroom bench savings`: which prompt tokens need not be computed when real searches find the same passages again.
+"""`stillroom bench savings`: prompt tokens that reuse saves on recorded retrieval results (Cache-Craft 5.2.1, Fig. 24).
 
-Cache-Craft's question (5.2.1, Figure 24), on recorded retrieval: what exact prefixes save, what they save when the
-passages may be reordered, and what reuse anywhere saves, each on the real tree and manager, where only the bytes are
-missing. Counted, not timed: everything repeats to the last token. How to read it: docs/chunk-reuse.md
+Compares exact prefixes, exact prefixes with reordered passages, and reuse at any position. The knowledge tree and the
+KV manager run without KV data. Tokens are counted, nothing is timed, so results are deterministic. How to read it:
+docs/chunk-reuse.md
 """
 
 from collections.abc import Callable, Sequence
@@ -38,22 +38,22 @@ PREFIX = "prefix cache"
 SET = "set-cache"
 BLOCK_SIZE = 16
 _NOTES = (
-    f"Tokens are 1.3 for each word of a passage. Beside passages a prompt has a system prompt of {SYSTEM_TOKENS} and a "
-    "question, of 32 where its text is not known.",
-    "Redundant tokens are those of passages that an earlier request had too. Where a question looks before documents "
-    "are repaired, that is computed too, and counted.",
-    "Room: of all distinct passages, each counted once, the share that fits beside the longest prompt; no other tier.",
+    f"A passage has 1.3 tokens per word. A prompt also has {SYSTEM_TOKENS} tokens of system prompt and a question, "
+    "which has 32 tokens if its text is unknown.",
+    "Redundant tokens are those of passages that an earlier request contained. The query pass before selective "
+    "recomputation is included in the computed tokens.",
+    "Room: share of all distinct passages that fits on the device next to the longest prompt; there is no other tier.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How passages are reused."""
+    """A way to reuse passages."""
 
     reorders: bool = False
-    """Put those first that are kept in this order: SET-CACHE."""
+    """Whether passages are reordered to begin with the longest cached path (SET-CACHE)."""
     ratio: float | None = None
-    """Share of the tokens placed from anywhere that is computed again; None: exact prefixes only."""
+    """Share of the tokens placed at other positions that is recomputed; None: exact prefixes only."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Trace:
 
     @cached_property
     def num_distinct_blocks(self) -> int:
-        """That hold every passage once."""
+        """Number of blocks that hold every distinct passage once."""
         return num_blocks_for([count_tokens(text) for text in self._distinct], BLOCK_SIZE)
 
     @cached_property
@@ -77,13 +77,13 @@ class Trace:
         return {text for one in self.requests for text in one.documents}
 
     def num_blocks(self, capacity: float | None) -> int:
-        """On the device: for the longest prompt, and a share of the passages; None: for all that is ever computed."""
+        """Return the device blocks for the longest prompt and a share of the passages; None: for all computed KV."""
         if capacity is not None:
             return self.num_blocks_of_largest + round(capacity * self.num_distinct_blocks)
         return sum(num_blocks_for(_ask(one, one.documents).segment_lengths, BLOCK_SIZE) for one in self.requests)
 
     def facts(self) -> dict[str, Any]:
-        """A row of the report's first table."""
+        """Return a row of the report's first table."""
         full = full_recompute(self)
         num_documents = sum(len(one.documents) for one in self.requests)
         return {
@@ -98,13 +98,13 @@ class Trace:
 
 @dataclass(slots=True)
 class SavingsOutcome:
-    """Tokens, over all requests of a trace."""
+    """Token counts over all requests of a trace."""
 
     num_tokens: int = 0
-    """Of the prompts."""
+    """Prompt tokens."""
     num_computed: int = 0
     num_redundant: int = 0
-    """Of passages that an earlier request had."""
+    """Tokens of passages that an earlier request contained."""
     num_redundant_computed: int = 0
 
 
@@ -112,13 +112,13 @@ def run_savings(options: SavingsOptions, on_progress: Callable[[str], None] = la
     """Replay every trace with every strategy.
 
     Raises:
-        UsageError: a file is no trace, or two have the same name.
+        UsageError: a file is not a trace, or two traces have the same name.
     """
     capacities, ratios = options.capacities, options.ratios
     environment = record_environment()
     loaded = [Trace(path.stem, tuple(read_retrieved(path))) for path in options.traces]
     if len({trace.name for trace in loaded}) < len(loaded):
-        raise UsageError("two traces have the same name; rename one, so that the report can tell them apart")
+        raise UsageError("two traces have the same name, which identifies them in the report; rename one")
     strategies = {PREFIX: Strategy(), SET: Strategy(reorders=True)}
     strategies |= {f"anywhere, {share_name(ratio)} computed again": Strategy(ratio=ratio) for ratio in ratios}
     rows = []
@@ -135,7 +135,7 @@ def run_savings(options: SavingsOptions, on_progress: Callable[[str], None] = la
 
 
 def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsOutcome:
-    """Serve all requests, one after the other, with one place for KV."""
+    """Serve all requests in sequence with KV on the device only."""
     pool = BlockPool(trace.num_blocks(capacity), BLOCK_SIZE)
     tree = KnowledgeTree(pool, NoMover(), PROFILE, TreeOptions(), lambda: 0.0)
     options = None if strategy.ratio is None else AnywhereOptions(strategy.ratio, "question")
@@ -147,9 +147,9 @@ def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsO
             contents = [piece.content for piece in ask.pieces[1:]]
             order = set_cache_order(tree, tree.get(ask.pieces[0].key), contents)
             ask = _ask(request, [request.documents[at] for at in order])
-        reuse, num_looking = _serve(manager, ask)
+        reuse, num_query_pass = _serve(manager, ask)
         _count(outcome, request, seen)
-        outcome.num_computed += ask.num_tokens - reuse.num_cached_tokens + num_looking
+        outcome.num_computed += ask.num_tokens - reuse.num_cached_tokens + num_query_pass
         outcome.num_redundant_computed -= sum(
             one.num_tokens - one.num_recomputed
             for one in reuse.segments
@@ -160,7 +160,7 @@ def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsO
 
 
 def full_recompute(trace: Trace) -> SavingsOutcome:
-    """What is computed where nothing is kept."""
+    """Return the token counts without any reuse."""
     outcome, seen = SavingsOutcome(), set[str]()
     for request in trace.requests:
         _count(outcome, request, seen)
@@ -169,15 +169,15 @@ def full_recompute(trace: Trace) -> SavingsOutcome:
 
 
 def set_cache_order(tree: KnowledgeTree, root: Node | None, contents: Sequence[bytes]) -> list[int]:
-    """SET-CACHE (Cache-Craft 5.1.4): the order in which documents begin with the longest kept path.
+    """Order documents so that they begin with the longest cached path (SET-CACHE, Cache-Craft 5.1.4).
 
     Args:
-        root: of the piece before the documents; None if it is not kept.
-        contents: names of the documents' texts, best first.
+        root: node of the piece before the documents; None if it is not cached.
+        contents: content keys of the documents, best first.
 
     Returns:
-        Indices of the documents: those of the kept path with the most tokens, of several the one with the better
-        documents first, then the others, best first.
+        Indices of the documents: first those of the cached path with the most tokens, where ties prefer better
+        documents, then the others, best first.
     """
 
     def longest(node: Node, left: list[int]) -> tuple[int, list[int]]:
@@ -199,14 +199,15 @@ def _ask(request: Retrieved, documents: Sequence[str]) -> Ask:
 
 
 def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
-    """What was reused of a prompt, and how many of its tokens looked before they were computed."""
+    """Serve one request. Returns its reuse and the number of tokens of its query pass."""
     lease = Lease(ask.prompt, BlockTable(BLOCK_SIZE, ask.num_tokens), ask.pieces)
     num_cached = manager.try_admit(lease, ask.segment_lengths)
     assert num_cached is not None, "the device holds every single prompt"
-    num_looking = 0
+    num_query_pass = 0
     if lease.recompute is not None and lease.recompute.needs_query_pass:
-        num_looking = len(lease.recompute.query_pass_positions(ask.num_tokens, ask.num_tokens))
-        seen_L2K = np.zeros((1, 2, len(lease.recompute.context) + num_looking), np.float32)  # whatever, as many follow
+        num_query_pass = len(lease.recompute.query_pass_positions(ask.num_tokens, ask.num_tokens))
+        num_keys = len(lease.recompute.context) + num_query_pass
+        seen_L2K = np.zeros((1, 2, num_keys), np.float32)  # the values change which tokens are recomputed, not how many
         manager.take_attention(lease, seen_L2K)
     manager.commit(lease, ask.num_tokens)
     if lease.recompute is not None:
@@ -214,11 +215,11 @@ def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
     reuse = lease.reuse
     assert reuse is not None
     manager.release(lease)
-    return reuse, num_looking
+    return reuse, num_query_pass
 
 
 def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:
-    """What does not depend on the strategy."""
+    """Add the counts that do not depend on the strategy."""
     lengths = [count_tokens(text) for text in request.documents]
     pairs = zip(request.documents, lengths, strict=True)
     outcome.num_tokens += SYSTEM_TOKENS + sum(lengths) + request.question_tokens
@@ -227,7 +228,7 @@ def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:
 
 
 def _row(trace: str, room: str, name: str, outcome: SavingsOutcome, prefix: SavingsOutcome | None) -> dict[str, Any]:
-    """Shares; `prefix` is what prefix caching computes in the same room."""
+    """Return a row of shares; `prefix` is the outcome of prefix caching with the same capacity."""
 
     def share(part: int, whole: int) -> str:
         return f"{part / whole:.1%}" if whole else "-"

@@ -1,4 +1,4 @@
-"""Arms that ask a list of queries one by one: their latencies, and how much of the truth they found."""
+"""Arms that run a list of queries one by one: latency and recall."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stillroom_bench.instrument.harness import Arm, Metrics
 
 K = 10
-"""Results asked for."""
+"""Results per query."""
 
 Vectors = NDArray[np.float32]
 Search = Callable[[Vectors], Any]
@@ -18,11 +18,11 @@ Query = TypeVar("Query")
 
 
 def dense_arm(name: str, prepare: Callable[[], Search], queries: Vectors, truth: NDArray[np.int64]) -> Arm:
-    """An arm that asks every query [q, d] once.
+    """Return an arm that runs every query [q, d] once.
 
     Args:
-        prepare: makes the search; called before each run, for settings that arms share.
-        truth: the true ids [q, K].
+        prepare: returns the search; called before each run, because arms may share settings of one index.
+        truth: true ids [q, K].
     """
 
     def run(_: int) -> Metrics:
@@ -33,7 +33,7 @@ def dense_arm(name: str, prepare: Callable[[], Search], queries: Vectors, truth:
 
 
 def timed(search: Callable[[Query], Any], queries: Sequence[Query]) -> tuple[list[float], list[Any]]:
-    """Seconds and result of each query."""
+    """Return the seconds and the result of each query."""
     seconds, found = [], []
     for query in queries:
         began = time.perf_counter()
@@ -44,7 +44,7 @@ def timed(search: Callable[[Query], Any], queries: Sequence[Query]) -> tuple[lis
 
 
 def latency_metrics(seconds: Sequence[float]) -> dict[str, float]:
-    """Percentiles over the queries of one run, and queries per second of one thread."""
+    """Return latency percentiles over the queries of one run, and queries per second of one thread."""
     p50, p95, p99 = (float(value) for value in np.percentile(seconds, [50, 95, 99]))
     return {
         "p50_seconds": p50,
@@ -55,7 +55,7 @@ def latency_metrics(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def ann_recall(found: Sequence[Any], truth: NDArray[np.int64]) -> float:
-    """ann_recall_at_10 of results that are rankings (ours) or arrays of ids (peers')."""
+    """Return the mean recall of results that are rankings or arrays of ids."""
     shares = []
     for result, true in zip(found, truth.tolist(), strict=True):
         ids = [pair[0] for pair in result] if isinstance(result, list) else result.tolist()

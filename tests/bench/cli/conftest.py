@@ -1,4 +1,4 @@
-"""Command lines of `stillroom bench`, run inside the test."""
+"""Fixtures that run command lines of `stillroom bench` in the test process."""
 
 from tests.cli.conftest import clean_environment, run
 

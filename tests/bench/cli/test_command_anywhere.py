@@ -1,11 +1,11 @@
-"""`stillroom bench anywhere`: which peers it takes."""
+"""Tests the command `stillroom bench anywhere`."""
 
 from tests.cli.harness import Run
 
 
-def test_wrong_peers(run: Run) -> None:
+def test_invalid_peers_are_refused(run: Run) -> None:
     for flags, words in (
-        (["--peer", "nobody=py"], "unknown peer nobody; known are kvboost"),
+        (["--peer", "other=py"], "unknown peer other; known are kvboost"),
         (["--peer", "kvboost"], "--peer kvboost=PATH"),
         (["--peer", "kvboost=py"], "--chunk-tokens must be a multiple of 32"),
     ):

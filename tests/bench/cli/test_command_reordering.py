@@ -1,4 +1,4 @@
-"""`stillroom bench pipeline reordering`: what it calls, and what it prints."""
+"""Tests the command `stillroom bench pipeline reordering`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
-def test_defaults(run: Run, calls: Calls) -> None:
+def test_default_flags_give_default_options(run: Run, calls: Calls) -> None:
     result = run("bench", "pipeline", "reordering", "--work-dir", "w", "--output", "found.json")
 
     assert "| first come | 1 |" in result.out
@@ -39,7 +39,7 @@ def test_defaults(run: Run, calls: Calls) -> None:
     assert calls == [(ReorderingOptions(), Path("w"))]
 
 
-def test_every_flag(run: Run, calls: Calls) -> None:
+def test_every_flag_sets_its_option(run: Run, calls: Calls) -> None:
     Path("set").mkdir()
     flags = "--dataset set --model set --curve nq --k 3 --companions fixed --load 1.1 --load 2 --window 0 --window 64"
     flags += " --requests 9 --warmup 7 --documents 50 --device-share 0.1 --host-share 0.2 --repeat 5 --seed 6"
@@ -65,7 +65,7 @@ def test_every_flag(run: Run, calls: Calls) -> None:
     assert calls == [(options, Path("w"))]
 
 
-def test_wrong_calls(run: Run, calls: Calls) -> None:
+def test_invalid_flags_are_refused(run: Run, calls: Calls) -> None:
     for flags, words in ((["--curve", "x"], "unknown curves x"), (["--load", "-1"], "loads are positive")):
         result = run("bench", "pipeline", "reordering", *flags)
         assert result.code == 2 and words in result.err

@@ -1,4 +1,4 @@
-"""`stillroom bench reuse`: what it calls, and what it prints."""
+"""Tests the command `stillroom bench reuse`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +29,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
-def test_defaults(run: Run, calls: Calls) -> None:
+def test_default_flags_give_default_options(run: Run, calls: Calls) -> None:
     result = run("bench", "reuse", "--work-dir", "w")
 
     assert "| off | 1 s |" in result.out and result.err == "warming up off\n"
     assert calls == [(ReuseOptions(), Path("w"))]
 
 
-def test_every_flag(run: Run, calls: Calls) -> None:
+def test_every_flag_sets_its_option(run: Run, calls: Calls) -> None:
     Path("set").mkdir()
     Path("trace.csv").touch()
     flags = "--dataset set --model set --curve nq --curve mmlu --k 1 --k 5 --rate 0.5 --rate 2 --requests 9 --warmup 7"
@@ -70,7 +70,7 @@ def test_every_flag(run: Run, calls: Calls) -> None:
     assert calls == [(options, Path("w"))]
 
 
-def test_wrong_calls(run: Run, calls: Calls) -> None:
+def test_invalid_flags_are_refused(run: Run, calls: Calls) -> None:
     for flags, words in (
         (["--peer", "vllm"], "--peer vllm=PATH"),
         (["--curve", "x"], "unknown curves x"),

@@ -1,4 +1,4 @@
-"""`stillroom bench simulate`: what it calls, and what it prints."""
+"""Tests the command `stillroom bench simulate`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,14 +36,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_defaults(run: Run, calls: list[Any]) -> None:
+def test_default_flags_give_default_options(run: Run, calls: list[Any]) -> None:
     result = run("bench", "simulate", "--output", "r.json")
 
     assert "| ours | 0.5 |" in result.out and "overall" in result.err
     assert calls == [SimulateOptions()] and Path("r.json").exists()
 
 
-def test_every_flag(run: Run, calls: list[Any]) -> None:
+def test_every_flag_sets_its_option(run: Run, calls: list[Any]) -> None:
     flags = (
         "--experiment policies --experiment top-k --requests 5 --warmup 6 --documents 70 --companions drawn --seed 2"
     )
@@ -61,7 +61,7 @@ def test_every_flag(run: Run, calls: list[Any]) -> None:
     assert calls == [expected]
 
 
-def test_validation(run: Run, calls: list[Any]) -> None:
+def test_validate_runs_the_validation(run: Run, calls: list[Any]) -> None:
     run("bench", "simulate", "--validate", "--work-dir", "w", "--seed", "4", "--quiet")
 
     assert calls == [(Path("w"), 4)]
@@ -70,13 +70,13 @@ def test_validation(run: Run, calls: list[Any]) -> None:
 @pytest.mark.parametrize(
     "flags", ["--requests 500", "--warmup 5", "--documents 9", "--companions drawn", "--experiment policies"]
 )
-def test_flags_that_a_validation_would_ignore_are_refused(run: Run, calls: list[Any], flags: str) -> None:
+def test_flags_without_effect_on_the_validation_are_refused(run: Run, calls: list[Any], flags: str) -> None:
     result = run("bench", "simulate", "--validate", *flags.split())
 
     assert result.code == 2 and f"{flags.split()[0]} has no effect with --validate" in result.err and not calls
 
 
-def test_unknown_experiment_is_a_wrong_call(run: Run) -> None:
+def test_unknown_experiment_is_refused(run: Run) -> None:
     result = run("bench", "simulate", "--experiment", "x")
 
     assert result.code == 2 and "known are overall" in result.err

@@ -1,4 +1,4 @@
-"""`stillroom bench tiered`: which of its benchmarks a call means, and which calls mean none."""
+"""Tests the command `stillroom bench tiered`: which benchmark the flags select, and which flags are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,6 @@ def test_each_benchmark_gets_its_flags(run: Run, calls: list[Any]) -> None:
         ("--predict --half-life 500", "--half-life has no effect with --predict"),
     ],
 )
-def test_flags_that_would_do_nothing_are_refused(run: Run, calls: list[Any], flags: str, message: str) -> None:
+def test_flags_without_effect_are_refused(run: Run, calls: list[Any], flags: str, message: str) -> None:
     result = run("bench", "tiered", *flags.split())
     assert result.code == 2 and message in result.err and not calls

@@ -1,4 +1,4 @@
-"""`stillroom bench retrieval`: what it calls, and what it prints."""
+"""Tests the commands `stillroom bench retrieval` and `stillroom bench policies`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
-def test_table(run: Run, calls: Calls) -> None:
+def test_table_is_printed(run: Run, calls: Calls) -> None:
     result = run("bench", "retrieval", "--dataset", "first", "--dataset", "second", "--work-dir", "w", "--seed", "3")
 
     assert result.err == "indexing\n"
@@ -47,14 +47,14 @@ def test_table(run: Run, calls: Calls) -> None:
     assert calls == [(["first", "second"], Path("w"), 3)]
 
 
-def test_json(run: Run, calls: Calls) -> None:
+def test_json_is_printed(run: Run, calls: Calls) -> None:
     result = run("bench", "retrieval", "--dataset", "first", "--json", "--quiet")
 
     assert result.err == ""
     assert result.json["tables"]["ndcg_at_10 per set"] == [{"rule": "RRF", "first": 0.25}]
 
 
-def test_indexes_are_kept_in_the_users_cache(run: Run, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_folder_defaults_to_the_users_cache(run: Run, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
 
     run("bench", "retrieval", "--dataset", "first")
@@ -62,7 +62,7 @@ def test_indexes_are_kept_in_the_users_cache(run: Run, calls: Calls, monkeypatch
     assert calls[0][1] == Path("/cache/stillroom/bench")
 
 
-def test_folder_that_is_no_data_set_is_a_wrong_call(run: Run, calls: Calls) -> None:
+def test_folder_without_data_set_is_refused(run: Run, calls: Calls) -> None:
     result = run("bench", "retrieval", "--dataset", "broken")
 
     assert result.code == 2

@@ -1,4 +1,4 @@
-"""What a bench command leaves behind: text or JSON, a result file, a page, a comparison."""
+"""Tests the outputs of a bench command: text, JSON, result file, HTML page, comparison."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from tests.cli.harness import Run
 FLAGS = ("bench", "structures", "--repeat", "2", "--operations", "200")
 
 
-def test_a_result_is_printed_kept_drawn_and_compared(run: Run, tmp_path: Path) -> None:
+def test_result_is_printed_saved_plotted_and_compared(run: Run, tmp_path: Path) -> None:
     old = tmp_path / "old.json"
     first = run(*FLAGS, "--output", str(old), "--html", str(tmp_path / "page.html"))
     assert first.code == 0 and "| sketch/stillroom | operation_seconds |" in first.out
@@ -33,7 +33,7 @@ def test_a_result_is_printed_kept_drawn_and_compared(run: Run, tmp_path: Path) -
     assert {change["is_regression"] for change in third.json["changes"]} <= {True, False}
 
 
-def test_a_foreign_file_is_refused_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
+def test_invalid_result_file_is_refused_before_the_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     result = run(*FLAGS, "--compare", str(tmp_path / "other.json"))
     assert result.code == 2 and "is not a result of stillroom bench" in result.err
@@ -56,7 +56,7 @@ def test_only_results_of_the_same_benchmark_are_compared(run: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize("flag", ["--output", "--html"])
-def test_where_nothing_can_be_written_nothing_is_measured(run: Run, tmp_path: Path, flag: str) -> None:
+def test_unwritable_output_is_refused_before_the_run(run: Run, tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").touch()
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "r", "cannot be written")):
         result = run(*FLAGS, flag, str(path))
@@ -64,7 +64,7 @@ def test_where_nothing_can_be_written_nothing_is_measured(run: Run, tmp_path: Pa
     assert run(*FLAGS, "--quiet", flag, str(tmp_path / "new" / "r")).code == 0
 
 
-def test_samples_outlive_a_full_disk_and_a_reader_who_went_away(
+def test_samples_are_saved_despite_a_full_disk_or_a_broken_pipe(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(result: BenchResult, path: Path) -> None:
@@ -89,7 +89,7 @@ def test_samples_outlive_a_full_disk_and_a_reader_who_went_away(
     assert json.loads((tmp_path / "r.json").read_text())["arms"]
 
 
-def test_what_is_named_twice_is_measured_once(run: Run, tmp_path: Path) -> None:
+def test_repeated_values_are_measured_once(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"retrieved_docs": ["one text", "another text"]}\n' * 3)
     flags = ("bench", "savings", "--trace", str(trace), "--trace", str(tmp_path / "." / "trace.jsonl"))

@@ -1,4 +1,4 @@
-"""Flags of a benchmark, made from its option class."""
+"""Tests the flags that are generated from an option class."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from stillroom_bench.instrument.report import BenchResult
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Options of a benchmark that only the test knows."""
+    """Options of a benchmark that only this test has."""
 
     datasets: tuple[Path, ...] = flag(REQUIRED, "A data set.", "--dataset", path="folder")
     size: int = flag(7, "Vectors.", min=2)

@@ -1,4 +1,4 @@
-"""A result against an earlier one: what is found, what cannot be, and what is no comparison at all."""
+"""Tests the comparison of a result with an earlier one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ def result(found: Samples, sample_of: SampleOf = "run", **parameters: Any) -> Be
     return BenchResult("bench x", record_environment(["x"]), parameters, found, sample_of=sample_of)
 
 
-def test_a_slowdown_is_a_regression_and_a_speedup_an_improvement() -> None:
+def test_slowdown_is_a_regression_and_speedup_an_improvement() -> None:
     assert only(changes_between(noisy(1.3, seed=1), noisy())).verdict == "regression"
     assert only(changes_between(noisy(0.7, seed=1), noisy())).verdict == "improvement"
     assert only(changes_between(noisy(seed=1), noisy(seed=2))).verdict == "no difference"
@@ -56,12 +56,12 @@ def test_a_slowdown_is_a_regression_and_a_speedup_an_improvement() -> None:
         ("exchanged_lists", "changed"),
     ],
 )
-def test_twice_as_much_is_judged_by_the_direction_of_the_metric(metric: str, verdict: str) -> None:
+def test_doubling_is_judged_by_the_direction_of_the_metric(metric: str, verdict: str) -> None:
     runs = [1000.0 + step for step in range(10)]
     assert only(changes_between(samples(metric, *(2 * one for one in runs)), samples(metric, *runs))).verdict == verdict
 
 
-def test_figures_that_so_few_runs_cannot_tell_are_said_to_be_so() -> None:
+def test_too_few_runs_are_reported_with_the_number_needed() -> None:
     few = compare(result(many(100, 5, 3.0)), Earlier("bench x", {}, many(100, 5, 1.0)))
     assert {change.verdict for change in few.changes} == {"cannot be told with 5 runs"}
     assert few.needed is not None and f"with {few.needed} on both sides" in few.warnings[0]
@@ -72,19 +72,19 @@ def test_figures_that_so_few_runs_cannot_tell_are_said_to_be_so() -> None:
     assert only(changes_between(noisy(3.0, count=1), noisy(count=1))).verdict == "cannot be told with 1 run"
 
 
-def test_ties_make_no_more_of_few_runs() -> None:
+def test_ties_do_not_lower_the_smallest_p_value() -> None:
     change = only(changes_between(samples("ttft_seconds", 2.0, 2.0, 2.0), samples("ttft_seconds", 1.0, 1.0, 1.0)))
     assert change.verdict == "cannot be told with 3 runs" and change.p_value == change.least_p
 
 
-def test_figures_that_never_differ_do_not_cost_the_others_their_significance() -> None:
+def test_constant_metrics_do_not_count_in_the_correction() -> None:
     now, then = many(1, 5, 3.0), many(1, 5, 1.0)
     for found in (now, then):
         found.values |= {f"exact {at}": {"recall": [0.9] * 5} for at in range(100)}
     assert [change.verdict for change in changes_between(now, then)] == ["regression", *["no difference"] * 100]
 
 
-def test_questions_are_compared_with_themselves() -> None:
+def test_questions_are_compared_in_pairs() -> None:
     then = np.clip(np.random.default_rng(0).beta(0.6, 0.5, 300), 0, 1)
     now = np.clip(then - 0.03, 0, 1)
     earlier = Earlier("bench x", {"seed": 0}, samples("ndcg_at_10", *then))
@@ -92,12 +92,12 @@ def test_questions_are_compared_with_themselves() -> None:
     assert change.verdict == "regression" and change.now == pytest.approx(now.mean())
     assert change.p_value == pytest.approx(stats.ttest_rel(now, then).pvalue)
     other = only(compare(result(samples("ndcg_at_10", *now), "question", seed=1), earlier).changes)
-    assert other.p_value == pytest.approx(stats.mannwhitneyu(now, then).pvalue), "perhaps of other questions"
+    assert other.p_value == pytest.approx(stats.mannwhitneyu(now, then).pvalue), "another seed may draw other questions"
     two = changes_between(samples("exact_match", 1, 1), samples("exact_match", 0, 0), "question", is_paired=True)
     assert only(two).verdict == "cannot be told with 2 questions"
 
 
-def test_what_was_0_is_compared_too() -> None:
+def test_metrics_that_were_zero_are_compared() -> None:
     change = only(changes_between(samples("stall_seconds", *range(1, 9)), samples("stall_seconds", *[0.0] * 8)))
     assert (change.then, change.now, change.ratio, change.verdict) == (0.0, 4.5, None, "regression")
     half = [0.0] * 200 + [0.5] * 100
@@ -105,7 +105,7 @@ def test_what_was_0_is_compared_too() -> None:
     assert only(changes_between(now, samples("ndcg_at_10", *half), "question", is_paired=True)).verdict == "regression"
 
 
-def test_another_benchmark_is_refused_and_other_parameters_are_named() -> None:
+def test_other_benchmark_is_refused_and_different_parameters_are_named() -> None:
     with pytest.raises(UsageError, match="a result of `bench y`, which `bench x` cannot be compared to"):
         compare(result(noisy()), Earlier("bench y", {}, noisy()))
     now = result(noisy(), size=100, ratios=(0.1, 0.2), seed=0)
@@ -120,7 +120,7 @@ def change_format(text: str) -> str:
 
 
 @pytest.mark.parametrize("spoil", [lambda _: "", lambda _: "[]", lambda _: '{"format": 1, "arms": 3}', change_format])
-def test_other_files_are_refused(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+def test_invalid_result_files_are_refused(tmp_path: Path, spoil: Callable[[str], str]) -> None:
     path = tmp_path / "r.json"
     save(result(noisy(), k=1), path)
     assert load_earlier(path) == Earlier("bench x", {"k": 1}, noisy())

@@ -1,4 +1,4 @@
-"""The harness: who runs when, and what is kept."""
+"""Tests the harness: order of the arms, samples, memory peaks, environment."""
 
 import itertools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from stillroom_bench.instrument.harness import (
 )
 
 
-def test_arms_take_turns_forward_and_backward_after_warming_up() -> None:
+def test_arms_run_forward_and_backward_after_warm_up() -> None:
     order: list[tuple[str, int]] = []
 
     def arm(name: str) -> Arm:
@@ -34,9 +34,9 @@ def test_arms_take_turns_forward_and_backward_after_warming_up() -> None:
     assert len(samples.of("a", "wall_seconds")) == 3
 
 
-def test_no_arm_is_always_in_the_middle() -> None:
+def test_places_of_an_arm_are_spread_evenly() -> None:
     def places(num_arms: int, repeat: int) -> list[list[int]]:
-        """In each repetition, the place of each arm."""
+        """Return the place of each arm in each repetition."""
         order: list[int] = []
         arms = [Arm(str(at), lambda _: {}) for at in range(num_arms)]
         run_arms(arms, repeat=repeat, warmup=0, on_run=lambda arm, _: order.append(int(arm)))
@@ -46,17 +46,17 @@ def test_no_arm_is_always_in_the_middle() -> None:
 
     assert np.mean(places(3, 6), axis=0).tolist() == [1.0] * 3
     assert sorted(map(tuple, places(3, 6))) == sorted(itertools.permutations(range(3)))
-    for pair in (0, 2, 4):  # what drifts evenly hits two arms alike
+    for pair in (0, 2, 4):  # a linear drift affects both arms equally
         assert np.sum(places(2, 6)[pair : pair + 2], axis=0).tolist() == [1, 1]
-    assert np.ptp(places(30, 12), axis=0).min() >= 20, "of many arms each sees the beginning and the end"
+    assert np.ptp(places(30, 12), axis=0).min() >= 20, "each of many arms runs near the beginning and near the end"
 
 
-def test_an_arm_can_measure_its_own_time() -> None:
+def test_arm_may_return_its_own_wall_time() -> None:
     samples = run_arms([Arm("a", lambda repetition: {"wall_seconds": 42.0})], repeat=2)
     assert samples.of("a", "wall_seconds") == [42.0, 42.0]
 
 
-def test_memory_peaks_belong_to_the_arm_that_made_them() -> None:
+def test_memory_peak_is_attributed_to_its_arm() -> None:
     def allocate(num_bytes: int) -> Callable[[int], Metrics]:
         return lambda repetition: {"sum": float(np.ones(num_bytes // 8).sum())}
 
@@ -73,14 +73,14 @@ def test_memory_peaks_belong_to_the_arm_that_made_them() -> None:
         (Direction.SMALLER, ["ttft_seconds", "index_bytes", "mean_count_error", "recovery_queries", "entries_held"]),
         (Direction.SMALLER, ["recomputed_tokens", "blocks"]),
         (Direction.LARGER, ["queries_per_second", "ndcg_at_10", "token_hit_rate", "ann_recall_at_10", "within_654_ms"]),
-        (Direction.NEITHER, ["share_hot", "exchanged_lists", "a metric that nobody declared"]),
+        (Direction.NEITHER, ["share_hot", "exchanged_lists", "an undeclared metric"]),
     ],
 )
-def test_metrics_say_which_way_is_better(direction: Direction, metrics: list[str]) -> None:
+def test_metric_names_imply_the_better_direction(direction: Direction, metrics: list[str]) -> None:
     assert {metric: direction_of(metric) for metric in metrics} == dict.fromkeys(metrics, direction)
 
 
-def test_the_environment_is_recorded() -> None:
+def test_environment_is_recorded() -> None:
     environment = record_environment(["/usr/bin/stillroom", "bench", "index"])
     assert environment.command == "stillroom bench index"
     assert environment.num_cpus >= 1 and environment.memory_bytes > 1 << 28
@@ -88,7 +88,7 @@ def test_the_environment_is_recorded() -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("4,2", 4), ("3", 3), ("", None), ("many", None)])
-def test_threads_are_those_of_the_outermost_level(
+def test_number_of_threads_is_that_of_the_outermost_level(
     value: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", value)

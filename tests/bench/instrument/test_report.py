@@ -1,4 +1,4 @@
-"""Results on disk and on the screen: nothing lost, nothing invented, flaky figures marked."""
+"""Tests result files, Markdown and HTML reports."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def result() -> BenchResult:
     return BenchResult("bench x", environment, {"k": 10}, samples(), "theirs", notes=["no <peer>"])
 
 
-def test_a_saved_result_holds_every_sample(result: BenchResult, tmp_path: Path) -> None:
+def test_saved_result_holds_every_sample(result: BenchResult, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "result.json"
     save(result, path)
     assert load_earlier(path).samples.values == result.samples.values
@@ -42,7 +42,7 @@ def test_a_saved_result_holds_every_sample(result: BenchResult, tmp_path: Path) 
     assert not list(path.parent.glob("*.tmp"))
 
 
-def test_json_without_infinities(result: BenchResult, tmp_path: Path) -> None:
+def test_json_has_no_infinities_or_nan(result: BenchResult, tmp_path: Path) -> None:
     single = Samples()
     single.add("a", {"x": 0.0})
     save(dataclasses.replace(result, samples=single, baseline=None), tmp_path / "r.json")
@@ -65,7 +65,7 @@ def test_json_without_infinities(result: BenchResult, tmp_path: Path) -> None:
     assert [change.now for change in compare(odd, earlier).changes] == [0.0, 1.0, 1.0]
 
 
-def test_markdown_marks_what_is_flaky(result: BenchResult) -> None:
+def test_markdown_marks_flaky_metrics(result: BenchResult) -> None:
     text = to_markdown(result)
     line = next(line for line in text.splitlines() if line.startswith("| theirs | search_seconds"))
     assert "(!)" in line
@@ -91,9 +91,9 @@ def test_html_is_self_contained_and_escaped(result: BenchResult) -> None:
         ("x", float("nan"), "-"),
     ],
 )
-def test_figures_have_units(metric: str, value: float, shown: str) -> None:
+def test_values_are_formatted_with_units(metric: str, value: float, shown: str) -> None:
     assert format_value(metric, value) == shown
 
 
-def test_cells_of_a_table_stay_in_their_columns() -> None:
+def test_table_cells_are_escaped() -> None:
     assert markdown_table([{"a|b": "c|d", "e": "f\ng"}]) == ["| a\\|b | e |", "|---|---|", "| c\\|d | f g |"]

@@ -1,4 +1,4 @@
-"""Every statistic against SciPy or an example worked by hand."""
+"""Tests every statistic against SciPy or hand-computed values."""
 
 import math
 
@@ -13,7 +13,7 @@ from stillroom_bench.instrument.statistics import Reproducibility, holm, paired_
 SAMPLES = st.lists(st.floats(0.001, 1000), min_size=1, max_size=60)
 
 
-def test_an_example_worked_by_hand() -> None:
+def test_summary_equals_hand_computed_values() -> None:
     summary = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])  # mean 5, squares of deviations sum to 32
     assert summary.mean == 5.0
     assert summary.std == pytest.approx(math.sqrt(32 / 7))
@@ -23,9 +23,12 @@ def test_an_example_worked_by_hand() -> None:
     assert summary.p95 == pytest.approx(8.3)  # between the 7th and 8th: 0.95 * 7 = 6.65
 
 
-def test_the_papers_own_numbers() -> None:
-    """llmds 5.2.1: mean 27.05, std 1.45, 5 repetitions: CV 5.37 %. Its interval [25.77, 28.32] is 1.96 s / sqrt(n), not
-    Student's t as its section 3.4.2 asks below 30 samples; ours is the wider, right one."""
+def test_summary_of_the_papers_example() -> None:
+    """llmds 5.2.1: mean 27.05, std 1.45, 5 repetitions: CV 5.37 %.
+
+    The paper's interval [25.77, 28.32] is 1.96 s / sqrt(n), not Student's t as its section 3.4.2 requires below 30
+    samples. Ours uses Student's t and is wider.
+    """
     samples = np.array([-1.0, -0.5, 0.0, 0.5, 1.0])
     samples = 27.05 + samples / samples.std(ddof=1) * 1.45
     summary = summarise(samples.tolist())
@@ -35,7 +38,7 @@ def test_the_papers_own_numbers() -> None:
 
 
 @given(SAMPLES)
-def test_intervals_equal_scipys(samples: list[float]) -> None:
+def test_intervals_equal_those_of_scipy(samples: list[float]) -> None:
     summary, count = summarise(samples), len(samples)
     if count < 2:
         assert math.isnan(summary.ci_low)
@@ -50,7 +53,7 @@ def test_intervals_equal_scipys(samples: list[float]) -> None:
 
 
 @given(SAMPLES)
-def test_percentiles_are_in_order_without_help(samples: list[float]) -> None:
+def test_percentiles_are_ordered(samples: list[float]) -> None:
     summary = summarise(samples)
     assert summary.minimum <= summary.p50 <= summary.p95 <= summary.p99 <= summary.maximum
 
@@ -59,19 +62,19 @@ def test_percentiles_are_in_order_without_help(samples: list[float]) -> None:
     ("spread", "expected", "flaky"),
     [(0.05, "excellent", False), (0.15, "good", False), (0.3, "flaky", True), (0.8, "very flaky", True)],
 )
-def test_classes_of_the_appendix(spread: float, expected: str, flaky: bool) -> None:
+def test_reproducibility_classes_of_the_appendix(spread: float, expected: str, flaky: bool) -> None:
     samples = np.array([-1.0, 0.0, 1.0]) * spread + 1  # the standard deviation is the spread
     summary = summarise(samples.tolist())
     assert summary.reproducibility is Reproducibility(expected)
     assert summary.is_flaky() is flaky
 
 
-def test_no_spread_around_zero_is_excellent_and_any_spread_is_not() -> None:
+def test_cv_around_zero_is_zero_or_infinite() -> None:
     assert summarise([0.0, 0.0]).cv == 0.0
     assert summarise([-1.0, 1.0]).cv == math.inf
 
 
-def test_a_ratio_of_equal_arms_is_one_and_of_double_is_two() -> None:
+def test_ratio_of_equal_arms_is_one_and_of_doubled_arm_two() -> None:
     rng = np.random.default_rng(0)
     a = rng.normal(10, 1, size=40)
     same = ratio_of_medians(a.tolist(), a.tolist())
@@ -80,7 +83,7 @@ def test_a_ratio_of_equal_arms_is_one_and_of_double_is_two() -> None:
     assert double.low < 2.0 < double.high and double.excludes(1.0) and not double.excludes(2.0)
 
 
-def test_the_interval_covers_the_truth_about_95_times_in_100() -> None:
+def test_bootstrap_interval_covers_the_truth_in_95_percent() -> None:
     rng = np.random.default_rng(1)
     covered = 0
     for trial in range(200):
@@ -90,7 +93,7 @@ def test_the_interval_covers_the_truth_about_95_times_in_100() -> None:
     assert 180 <= covered <= 199
 
 
-def test_holm_by_hand() -> None:
+def test_holm_equals_hand_computed_values() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
@@ -104,7 +107,7 @@ def test_holm_is_monotone_and_never_smaller_than_the_raw_value(p_values: list[fl
     assert all(adjusted[i] <= adjusted[j] for i, j in zip(order, order[1:], strict=False))
 
 
-def test_paired_tests_equal_scipys_and_are_corrected_together() -> None:
+def test_paired_tests_equal_scipy_and_are_corrected_together() -> None:
     rng = np.random.default_rng(2)
     base = rng.normal(0.5, 0.2, 50)
     better, similar = base + rng.normal(0.1, 0.1, 50), base + rng.normal(0.0, 0.1, 50)

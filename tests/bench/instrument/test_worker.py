@@ -1,4 +1,4 @@
-"""Processes that a benchmark compares: stopped between questions, gone when it is."""
+"""Tests worker processes: stopped between requests, ended with their parent."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ ECHO = (
 
 
 def state_of(process: int) -> str:
-    """`T` stopped, `Z` ended but not waited for, and so on; empty where there is none."""
+    """Return the state of a process: `T` stopped, `Z` zombie, and so on; empty if it does not exist."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -41,7 +41,7 @@ def worker(tmp_path: Path) -> Iterator[WorkerProcess]:
     worker.close()
 
 
-def test_a_worker_answers_and_says_what_it_needs(worker: WorkerProcess) -> None:
+def test_worker_answers_and_reports_memory(worker: WorkerProcess) -> None:
     assert worker.wait() == 0.5
     assert worker.ask({"a": 1})["heard"] == {"a": 1} and worker.peak_rss_bytes == 7
     os.kill(worker._process.pid, signal.SIGKILL)
@@ -49,13 +49,13 @@ def test_a_worker_answers_and_says_what_it_needs(worker: WorkerProcess) -> None:
         worker.ask({})
 
 
-def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_command_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vllm cannot be started: there is no /nowhere/python"):
         WorkerProcess("vllm", ["/nowhere/python"], tmp_path / "log")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot ask to die with its parent")
-def test_a_stopped_worker_dies_with_whoever_started_it(tmp_path: Path) -> None:
+def test_stopped_worker_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom stillroom_bench.instrument.worker import WorkerProcess\n"
         "worker = WorkerProcess('echo', [sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))\n"
@@ -66,7 +66,7 @@ def test_a_stopped_worker_dies_with_whoever_started_it(tmp_path: Path) -> None:
         assert bench.stdout is not None
         started = int(bench.stdout.readline())
         try:
-            assert becomes(started, "T"), "it is stopped while others take their turn"
+            assert becomes(started, "T"), "the worker is stopped between requests"
             os.kill(bench.pid, signal.SIGKILL)
             assert becomes(started, "Z", "")
         finally:

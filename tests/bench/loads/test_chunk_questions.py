@@ -1,4 +1,4 @@
-"""Questions from files and data sets: which chunks they get, how these are cut, and what is said of wrong files."""
+"""Tests questions read from files and data sets: their chunks, how chunks are cut, and errors of invalid files."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def write(path: Path, *rows: Any) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Twelve passages about a number each; a question about each of the first eight, the last of them unanswered."""
+    """A data set of twelve passages and eight questions, the last without an answer."""
     folder = tmp_path / "numbers"
     folder.mkdir()
     passages = [f"The number {name} is drawn as a shape. Its shape is a {name}gon." for name in "abcdefghijkl"]
@@ -35,7 +35,7 @@ def dataset(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_data_set_gives_each_question_its_passages_and_others(dataset: Path) -> None:
+def test_data_set_question_has_its_relevant_passages_and_others(dataset: Path) -> None:
     questions = {one.question: one for one in load_questions(dataset)}
     assert len(questions) == 8 and {len(one.chunks) for one in questions.values()} == {5}
     for name, one in zip("abcdefg", (questions[f"Which shape has {name}?"] for name in "abcdefg"), strict=True):
@@ -45,7 +45,7 @@ def test_a_data_set_gives_each_question_its_passages_and_others(dataset: Path) -
         assert all(text.startswith("Title ") for text in texts)
         assert [chunk.ordinal for chunk in one.chunks] == [0, 1, 2, 3, 4]
     assert questions["Which shape has h?"].answer is None
-    assert any("jgon" in chunk.text for chunk in questions["Which shape has a?"].chunks), "judged relevant too"
+    assert any("jgon" in chunk.text for chunk in questions["Which shape has a?"].chunks), "also judged relevant"
     places = [
         next(at for at, chunk in enumerate(questions[f"Which shape has {name}?"].chunks) if f"{name}gon" in chunk.text)
         for name in "abcdefg"
@@ -53,7 +53,7 @@ def test_a_data_set_gives_each_question_its_passages_and_others(dataset: Path) -
     assert len(set(places)) > 1, "not always at the same place"
 
 
-def test_a_data_set_is_drawn_with_its_seed(dataset: Path) -> None:
+def test_data_set_questions_are_drawn_with_the_seed(dataset: Path) -> None:
     assert load_questions(dataset, 3) == load_questions(dataset)[:3] == load_questions(dataset, 3, seed=0)
     assert [one.question for one in load_questions(dataset, seed=1)] != [
         one.question for one in load_questions(dataset)
@@ -63,7 +63,7 @@ def test_a_data_set_is_drawn_with_its_seed(dataset: Path) -> None:
     assert {len(one.chunks) for one in load_questions(dataset, num_chunks=20)} == {12}, "there are no more"
 
 
-def test_a_published_file(tmp_path: Path) -> None:
+def test_json_list_with_contexts_is_read(tmp_path: Path) -> None:
     path = tmp_path / "multi.json"
     contexts = [{"title": "", "text": f"Text {at} is long enough."} for at in range(4)] + [
         {"title": "Oslo", "text": "He lives in Oslo."}
@@ -76,10 +76,12 @@ def test_a_published_file(tmp_path: Path) -> None:
     assert [chunk.text for chunk in fewer.chunks] == ["Text 0 is long", "Oslo\nHe lives in"]
 
 
-def test_several_answers_of_a_line(tmp_path: Path) -> None:
+def test_json_line_with_several_answers_is_read(tmp_path: Path) -> None:
     write(tmp_path / "lines.jsonl", {"chunks": ["a b", "a c"], "question": "?", "answer": ["x", "y"]})
     assert load_questions(tmp_path / "lines.jsonl")[0].answers == ("x", "y")
-    assert [chunk.text for chunk in load_questions(tmp_path / "lines.jsonl", max_words=1)[0].chunks] == ["a"], "once"
+    assert [chunk.text for chunk in load_questions(tmp_path / "lines.jsonl", max_words=1)[0].chunks] == ["a"], (
+        "no duplicates"
+    )
 
 
 TEXT = "One two three. Four five six seven. Eight nine ten!"
@@ -101,7 +103,7 @@ TEXT = "One two three. Four five six seven. Eight nine ten!"
         (1, ["ne", "nine"], "nine"),
     ],
 )
-def test_cutting_keeps_the_answers_sentence(max_words: int, answers: list[str], wanted: str) -> None:
+def test_cutting_keeps_the_sentence_of_the_answer(max_words: int, answers: list[str], wanted: str) -> None:
     assert shortened(TEXT, max_words, answers) == wanted
 
 
@@ -125,14 +127,14 @@ def test_an_answer_that_fits_is_never_cut(words: list[str], max_words: int, data
         ('[{"ctxs": [{"text": "a"}], "question": "?", "answers": [3]}]', "texts"),
     ],
 )
-def test_a_file_that_is_no_such_file_is_named(tmp_path: Path, content: str, words: str) -> None:
+def test_invalid_file_is_refused_by_name(tmp_path: Path, content: str, words: str) -> None:
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(UsageError, match=words) as error:
         load_questions(tmp_path / "bad.json")
     assert "bad.json" in str(error.value)
 
 
-def test_a_folder_that_is_no_data_set_is_named(dataset: Path, tmp_path: Path) -> None:
+def test_folder_without_data_set_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(StillroomError, match=r"corpus\.jsonl is missing"):
         load_questions(tmp_path)
     write(dataset / "queries.jsonl", {"_id": "q0", "text": "?", "answers": "one"})

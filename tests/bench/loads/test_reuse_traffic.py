@@ -1,4 +1,4 @@
-"""Traffic of the reuse bench: curves, prompts, arrivals, room."""
+"""Tests the traffic of `stillroom bench reuse`: curves, prompts, arrivals, KV capacity."""
 
 import json
 from collections import Counter
@@ -26,7 +26,7 @@ POOL = made_pool(200, 1000, seed=0)
 
 
 @pytest.mark.parametrize(("curve", "size"), [("mmlu", 100), ("mmlu", 2600), ("nq", 300)])
-def test_the_top_three_percent_have_their_share(curve: str, size: int) -> None:
+def test_top_three_percent_have_their_share(curve: str, size: int) -> None:
     shares = popularity(size, CURVES[curve])
     assert shares[: round(0.03 * size)].sum() == pytest.approx(CURVES[curve], abs=1e-6)
     assert shares.sum() == pytest.approx(1.0) and (np.diff(shares) < 0).all()
@@ -39,7 +39,7 @@ def test_drawn_requests_follow_the_curve() -> None:
     assert len(flatter) > len(counts)
 
 
-def test_too_few_documents_for_a_curve() -> None:
+def test_too_few_documents_for_a_curve_are_refused() -> None:
     with pytest.raises(UsageError, match="--documents"):
         popularity(2, CURVES["nq"])
 
@@ -55,7 +55,7 @@ def test_prompts_are_seeded_and_made_of_the_pool() -> None:
         assert prompt[-1] in POOL.questions[documents[0]]
 
 
-def test_repetitions_have_the_same_popular_documents() -> None:
+def test_repetitions_share_the_most_popular_document() -> None:
     traffic = ReuseTraffic(POOL, "mmlu", 1, "drawn", 0)
     tops = [Counter(row[0] for row in traffic.retrieved(500, at)).most_common(1)[0][0] for at in (0, 1)]
     assert tops[0] == tops[1]
@@ -76,7 +76,7 @@ def test_impossible_traffic_is_refused() -> None:
             ReuseTraffic(POOL, curve, k, companions, 0)  # type: ignore[arg-type]
 
 
-def test_arrivals_have_the_rate_that_was_asked_for() -> None:
+def test_arrivals_have_the_requested_rate() -> None:
     moments = arrivals(2000, 4.0, [1, 2])
     assert moments == sorted(moments) == arrivals(2000, 4.0, [1, 2]) != arrivals(2000, 4.0, [1, 3])
     assert moments[0] >= 0 and moments[-1] <= 500
@@ -85,7 +85,7 @@ def test_arrivals_have_the_rate_that_was_asked_for() -> None:
     assert gaps.std() == pytest.approx(0.25, rel=0.1), "exponential gaps spread as much as their mean"
 
 
-def test_room_by_hand() -> None:
+def test_budget_equals_hand_computed_values() -> None:
     pool = Pool((1,) * 16, ((2,) * 100, (3,) * 60), (((4,) * 5,), ((5,) * 5,)))
     prompts = [(pool.system, pool.documents[0], pool.questions[0][0]), (pool.system, *pool.documents, (5,) * 5)]
     budget = budget_for(pool, prompts, max_tokens=2)
@@ -102,12 +102,12 @@ def make_dataset(folder: Path, num_documents: int) -> Path:
     queries = [{"_id": f"q{n}", "text": f"which is number {n}?"} for n in range(num_documents)]
     for name, records in (("corpus", documents), ("queries", queries)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    judged = "".join(f"q{n}\td{n}\t1\n" for n in range(1, num_documents))  # nobody asks for d0
+    judged = "".join(f"q{n}\td{n}\t1\n" for n in range(1, num_documents))  # d0 has no question
     (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
     return folder
 
 
-def test_a_pool_of_a_data_set(tmp_path: Path) -> None:
+def test_pool_of_a_data_set_has_judged_documents_only(tmp_path: Path) -> None:
     encode = word_tokens(500)
     dataset = make_dataset(tmp_path / "set", 12)
     pool = read_pool(dataset, 8, encode, seed=0)
@@ -117,7 +117,7 @@ def test_a_pool_of_a_data_set(tmp_path: Path) -> None:
     assert [texts[document] for document in pool.documents] == [asked[0] for asked in pool.questions]
 
 
-def test_a_data_set_whose_questions_have_no_documents(tmp_path: Path) -> None:
+def test_data_set_without_judged_documents_is_refused(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "set", 3)
     (dataset / "corpus.jsonl").write_text('{"_id": "other", "text": "x"}\n')
     with pytest.raises(UsageError, match="ids agree"):

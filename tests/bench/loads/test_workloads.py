@@ -1,4 +1,4 @@
-"""Corpora that grow, cluster like the real one and are the same for the same seed."""
+"""Tests that generated corpora grow, cluster like the real one and are reproducible."""
 
 import json
 from collections import Counter
@@ -39,10 +39,10 @@ def test_real_data_is_embedded_once(dataset: Path, tmp_path: Path, monkeypatch: 
     assert np.array_equal(again.documents, real.documents) and np.array_equal(again.queries, real.queries)
 
 
-def test_what_is_no_data_set_is_said(dataset: Path, tmp_path: Path) -> None:
+def test_broken_data_set_is_refused(dataset: Path, tmp_path: Path) -> None:
     with (dataset / "corpus.jsonl").open("a") as stream:
         stream.write("[1]\n")
-    with pytest.raises(DocumentError, match=r"corpus.jsonl:4: a record is"):
+    with pytest.raises(DocumentError, match=r"corpus.jsonl:4: not a JSON object"):
         load_real_data([dataset], tmp_path)
     (dataset / "corpus.jsonl").write_text("")
     with pytest.raises(UsageError, match="no documents"):
@@ -52,7 +52,7 @@ def test_what_is_no_data_set_is_said(dataset: Path, tmp_path: Path) -> None:
         load_real_data([dataset], tmp_path)
 
 
-def test_a_corpus_grows_around_the_real_vectors() -> None:
+def test_generated_corpus_grows_around_real_vectors() -> None:
     real = unit(50)
     large, small = clustered_vectors(real, 300, 7), clustered_vectors(real, 120, 7)
     assert np.array_equal(large[:120], small)
@@ -63,7 +63,7 @@ def test_a_corpus_grows_around_the_real_vectors() -> None:
     assert not np.array_equal(clustered_vectors(real, 300, 8), large)
 
 
-def test_texts_have_the_real_words_in_the_real_shares() -> None:
+def test_generated_texts_have_real_word_frequencies() -> None:
     real = ["the cat sat on the mat the end", "the key"]
     texts = list(random_texts(real, 2000, 1))
     assert texts == list(random_texts(real, 2000, 1))
@@ -73,7 +73,7 @@ def test_texts_have_the_real_words_in_the_real_shares() -> None:
     assert counts["the"] / counts.total() == pytest.approx(0.4, abs=0.03)
 
 
-def test_queries_are_different_and_seeded() -> None:
+def test_queries_are_distinct_and_seeded() -> None:
     real = RealData(("a",), tuple(f"q{at}" for at in range(20)), unit(1), unit(20))
     texts, vectors = choose_queries(real, 15, 3)
     assert len(set(texts)) == 15 and vectors.shape == (15, 16)
