@@ -11,7 +11,7 @@ import torch
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere import FULL, run_anywhere
 from stillroom_bench.experiments.anywhere_replies import Answers, PromptReply
-from stillroom_bench.experiments.options import AnywhereScope
+from stillroom_bench.experiments.experiment_options import AnywhereScope
 from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(

@@ -7,7 +7,7 @@ import pytest
 
 from stillroom_bench.experiments import convergence
 from stillroom_bench.experiments.convergence import first_final, run_convergence
-from stillroom_bench.experiments.options import ConvergenceOptions
+from stillroom_bench.experiments.experiment_options import ConvergenceOptions
 from stillroom_bench.loads.workloads import RealData
 
 

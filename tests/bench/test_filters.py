@@ -10,7 +10,7 @@ from stillroom.retrieval.index import hnsw
 from stillroom_bench.loads.workloads import RealData
 from stillroom_bench.quality import filters
 from stillroom_bench.quality.filters import KINDS, SHARES, WAYS, run_filters
-from stillroom_bench.quality.options import FilterOptions
+from stillroom_bench.quality.quality_options import FilterOptions
 
 
 def test_every_index_filter_and_strategy_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Tests `stillroom bench fixed-shapes`."""
 
 from stillroom_bench.quality.fixed_shapes import questions, run_fixed_shapes
-from stillroom_bench.quality.options import FixedShapesOptions
+from stillroom_bench.quality.quality_options import FixedShapesOptions
 
 
 def test_fixed_shapes_make_reuse_bit_identical() -> None:

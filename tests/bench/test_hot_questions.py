@@ -10,7 +10,7 @@ import pytest
 from stillroom.config.settings import StillroomConfig
 from stillroom.retrieval.embedder import Embedder, Vectors
 from stillroom_bench.quality.hot_questions import CONFIGS, OURS, ask_all, asked, asked_before, run_questions
-from stillroom_bench.quality.options import QuestionOptions
+from stillroom_bench.quality.quality_options import QuestionOptions
 from tests.bench.test_retrieval_quality import QUERIES, make_dataset
 
 

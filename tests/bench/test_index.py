@@ -9,12 +9,12 @@ import pytest
 
 from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
-from stillroom_bench.instrument.report import BenchResult, to_markdown
+from stillroom_bench.instrument.bench_report import BenchResult, to_markdown
 from stillroom_bench.loads.workloads import RealData
 from stillroom_bench.quality import index, index_whole
 from stillroom_bench.quality.index import run_index
-from stillroom_bench.quality.options import IndexOptions
 from stillroom_bench.quality.peers_ann import PEERS, bm25_peer, graph_peers
+from stillroom_bench.quality.quality_options import IndexOptions
 from stillroom_bench.quality.search_arms import ann_recall, latency_metrics
 
 

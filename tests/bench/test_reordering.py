@@ -9,7 +9,7 @@ from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
-from stillroom_bench.experiments.options import ReorderingOptions
+from stillroom_bench.experiments.experiment_options import ReorderingOptions
 from stillroom_bench.experiments.reordering import (
     ANSWERED,
     BASELINE,
@@ -21,8 +21,8 @@ from stillroom_bench.experiments.reordering import (
     run_reordering,
     systems,
 )
+from stillroom_bench.instrument.bench_report import to_markdown
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import to_markdown
 from stillroom_bench.loads.popularity import CURVES
 from stillroom_bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
 from stillroom_bench.quality.runtime import Shape

@@ -11,7 +11,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.hybrid import Candidates
 from stillroom_bench.quality.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
-from stillroom_bench.quality.options import RetrievalOptions
+from stillroom_bench.quality.quality_options import RetrievalOptions
 from stillroom_bench.quality.retrieval_quality import HELD_OUT, LEARNED, TRANSFERRED, run_quality
 
 TEXTS = {

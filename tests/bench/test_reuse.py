@@ -14,13 +14,13 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.driving import Stepped, drive
-from stillroom_bench.experiments.options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
-from stillroom_bench.experiments.reuse import run_reuse
+from stillroom_bench.experiments.experiment_options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
+from stillroom_bench.experiments.reuse_rates import run_reuse
 from stillroom_bench.experiments.reuse_search import FaissSearch, Searched
 from stillroom_bench.experiments.reuse_worker import DRIVING, RUNTIMES, SEARCH, common_prefix, script
-from stillroom_bench.instrument.report import to_markdown
+from stillroom_bench.instrument.bench_report import to_markdown
 from stillroom_bench.instrument.statistics import ratio_of_means
 from stillroom_bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
 from stillroom_bench.quality.runtime import Shape, write_checkpoint

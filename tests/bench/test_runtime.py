@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from stillroom.errors import UsageError
 from stillroom.models.loader import load_decoder
-from stillroom_bench.quality.options import RuntimeOptions
+from stillroom_bench.quality.quality_options import RuntimeOptions
 from stillroom_bench.quality.runtime import INT8, OURS, Shape, run_runtime, write_checkpoint
 
 RUNTIMES = {OURS, INT8, "transformers"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stillroom.errors import UsageError
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS, Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS
-from stillroom_bench.quality.options import SavingsOptions
+from stillroom_bench.quality.quality_options import SavingsOptions
 from stillroom_bench.quality.savings import (
     FULL,
     PREFIX,

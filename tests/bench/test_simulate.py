@@ -12,11 +12,11 @@ from stillroom.kvcache.tree.cost_model import Link, linear_profile
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments import simulate
-from stillroom_bench.experiments.options import SimulateOptions
+from stillroom_bench.experiments.experiment_options import SimulateOptions
 from stillroom_bench.experiments.simulate import EXPERIMENTS, run_simulate
 from stillroom_bench.experiments.simulate_validation import run_validation
 from stillroom_bench.experiments.simulated_cases import SGLANG, VLLM, ragcache_case
-from stillroom_bench.instrument.report import to_markdown
+from stillroom_bench.instrument.bench_report import to_markdown
 from stillroom_bench.loads.reuse_traffic import ReuseTraffic
 from stillroom_bench.quality.runtime import Shape
 

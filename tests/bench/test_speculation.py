@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom_bench.experiments import speculation
-from stillroom_bench.experiments.options import SpeculationScope
-from stillroom_bench.experiments.speculation import MODES, run_speculation
+from stillroom_bench.experiments import speculative_prefill
+from stillroom_bench.experiments.experiment_options import SpeculationScope
+from stillroom_bench.experiments.speculative_prefill import MODES, run_speculation
 from stillroom_bench.loads.workloads import RealData
 from tests.bench.test_anywhere import TINY
 
@@ -18,7 +18,7 @@ def test_every_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     texts = tuple(f"keys rotate word{at % 7} cats{at % 3} sleep" for at in range(200))
     real = RealData(texts, tuple(map(str, range(30))), vectors[:200], vectors[200:])
-    monkeypatch.setattr(speculation, "load_real_data", lambda *_: real)
+    monkeypatch.setattr(speculative_prefill, "load_real_data", lambda *_: real)
     scope = SpeculationScope((Path("data/tiny"),), 2600, 4, shares=(0.5, 1.0), num_clients=(1, 2), repeat=2, nbits=6)
     result = run_speculation(scope, tmp_path, shape=TINY)
 

@@ -4,7 +4,7 @@ import pytest
 
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, lru
-from stillroom_bench.experiments.options import StructuresOptions
+from stillroom_bench.experiments.experiment_options import StructuresOptions
 from stillroom_bench.experiments.structures import (
     LazyHeap,
     PlainLru,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom_bench.experiments.options import TieredScope
-from stillroom_bench.experiments.tiered import SKEWS, run_tiered
+from stillroom_bench.experiments.experiment_options import TieredScope
+from stillroom_bench.experiments.tiered_index import SKEWS, run_tiered
 
 
 def test_every_arm_is_measured(tmp_path: Path) -> None:

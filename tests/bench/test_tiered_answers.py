@@ -9,10 +9,10 @@ import pytest
 
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
-from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.reuse_search import Asked
-from stillroom_bench.experiments.tiered import SkewedQuestions, made_lists
 from stillroom_bench.experiments.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
+from stillroom_bench.experiments.tiered_index import SkewedQuestions, made_lists
 from stillroom_bench.quality.runtime import Shape
 
 SCOPE = TieredScope(size=8000, nlist=64, nprobe=4, repeat=2)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_drift import DriftScope, run_drift
 
 

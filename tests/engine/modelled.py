@@ -5,7 +5,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.runner.modelled_runner import ModelledRunner
 from stillroom.scheduler.limits import SchedulerLimits

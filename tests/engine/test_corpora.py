@@ -14,7 +14,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import KnowledgeBaseNotFoundError
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import linear_profile

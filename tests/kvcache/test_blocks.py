@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.manager import KVCacheManager
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from stillroom.core.kv import Tier
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from tests.kvcache.tree_fixture import SIZE, TreeFixture
 
 DEPTH = sys.getrecursionlimit() + 100

@@ -6,7 +6,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeRecord, Tier
 from stillroom.core.reuse import Reason
 from stillroom.errors import NonFiniteError
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import reusability as context_of
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.tree.cost_model import Link, linear_profile

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse

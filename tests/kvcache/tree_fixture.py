@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager

@@ -18,7 +18,7 @@ from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.layer_copies import LayerCopies
-from stillroom.kvstore.tiered import TieredStore
+from stillroom.kvstore.tiered_store import TieredStore
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, key
 from tests.kvstore.test_prefetch import PATIENCE

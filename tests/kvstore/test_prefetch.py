@@ -15,7 +15,7 @@ from stillroom.kvstore.files import path_of
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, ReadPayload, read_record
 from stillroom.kvstore.record import Defect, checksum_of
-from stillroom.kvstore.tiered import TieredStore
+from stillroom.kvstore.tiered_store import TieredStore
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
 from tests.kvstore.test_tiered import assert_same, blocks, new_device

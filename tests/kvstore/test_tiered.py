@@ -16,7 +16,7 @@ from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of, read_header
 from stillroom.kvstore.host import HostStore, payload_of
 from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, checksum_of
-from stillroom.kvstore.tiered import TieredStore, TransferFlow
+from stillroom.kvstore.tiered_store import TieredStore, TransferFlow
 from stillroom.ops.rope import rerotate_keys
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import MODEL, key

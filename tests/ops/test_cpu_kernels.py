@@ -18,7 +18,7 @@ from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_referen
 from stillroom.ops.cpu_kernels import SPLIT, split_contexts
 from stillroom.ops.linear import Linear
 from stillroom.ops.rope import rotate, rotate_and_store
-from stillroom.ops.rows import gate, rms_norm
+from stillroom.ops.row_kernels import gate, rms_norm
 from tests.fakes import random_checkpoint
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

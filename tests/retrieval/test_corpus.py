@@ -16,7 +16,7 @@ from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of
 from stillroom.core.metadata import Metadata
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.rows import Changes, SourceFile, SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sql_rows import Changes, SourceFile, SourceUpdate, StoredDocument
 
 
 def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> StoredDocument:

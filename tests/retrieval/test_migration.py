@@ -13,7 +13,7 @@ import pytest
 from stillroom.core.ids import DocumentId
 from stillroom.errors import IncompatibleKnowledgeBaseError
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, SourceFile, SourceUpdate
+from stillroom.retrieval.store.sql_rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, SourceFile, SourceUpdate
 from tests.retrieval.conftest import MakeFile, OpenKb
 from tests.retrieval.test_corpus import stored
 

@@ -8,7 +8,7 @@ from stillroom.core.ids import DocumentId
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.intake.discovery import discover
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from tests.retrieval.conftest import SHARED, OpenKb
 
 PEPS = SHARED / "data" / "docs-peps" / "peps"

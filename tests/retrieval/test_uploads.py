@@ -16,7 +16,7 @@ from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from stillroom.retrieval.store.document_names import UPLOADS
 from stillroom.retrieval.store.folder import WriteLock
 from stillroom.retrieval.uploaded_files import checked_name

@@ -17,7 +17,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.attention_sampling import mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease_admission import Reuse

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
-from stillroom.kvcache.blocks.table import BlockTable
+from stillroom.kvcache.blocks.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
 from stillroom.scheduler.policy import POLICIES, AdmissionCandidate, Policy, cache_first, first_come, shortest_first
 from stillroom.scheduler.queue import WaitingQueue

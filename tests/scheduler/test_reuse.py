@@ -22,7 +22,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager

@@ -9,7 +9,7 @@ from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Admission, FinishReason, Request, SamplingParams
 from stillroom.errors import PromptTooLongError, UsageError
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.scheduler import Scheduler

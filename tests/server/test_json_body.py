@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from stillroom.server.errors import Refused
+from stillroom.server.error_replies import Refused
 from stillroom.server.routes.json_body import MAX_DEPTH, parse
 from stillroom.server.schemas.requests import (
     ChatCompletionRequest,

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from stillroom.errors import UsageError
 from stillroom.rag.stillroom import Stillroom
-from stillroom.server.errors import describe
+from stillroom.server.error_replies import describe
 from stillroom.server.privacy import served_name, without_folders
 from tests.server.harness import serving
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 
 ALLOWED_LICENCES = ("CC BY-SA 4.0", "CC BY-SA 3.0", "CC BY 4.0", "MIT", "public domain")
 

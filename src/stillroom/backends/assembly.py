@@ -12,7 +12,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.kv import Tier
 from stillroom.engine.audit import Audit, AuditStats
 from stillroom.errors import ConfigError
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.attention_sampling import mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease_admission import Reuse
@@ -27,7 +27,7 @@ from stillroom.kvstore.disk import DiskStore, shrink_other_models
 from stillroom.kvstore.files import size_on_disk
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
-from stillroom.kvstore.tiered import TieredStore
+from stillroom.kvstore.tiered_store import TieredStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.numerics import kv_fingerprint
 from stillroom.runner.device_errors import first_line, is_device_loss

@@ -30,7 +30,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile, Link
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore
-from stillroom.kvstore.tiered import TieredStore
+from stillroom.kvstore.tiered_store import TieredStore
 from stillroom.runner.torch_runner import TorchRunner
 
 CACHED = (0, 128, 512, 1024, 2048)

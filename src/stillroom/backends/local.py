@@ -39,7 +39,7 @@ from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener
 from stillroom.errors import ModelError, UsageError
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.models.decoder import Decoder

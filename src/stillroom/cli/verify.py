@@ -12,7 +12,7 @@ from stillroom.cli.options import DEFAULT_KB, ConfigOption, JsonOption, KbOption
 from stillroom.cli.progress import counting
 
 if TYPE_CHECKING:
-    from stillroom.retrieval.verify.report import VerifyReport
+    from stillroom.retrieval.verify.verify_report import VerifyReport
 
 HELP = help_text(
     "Check the knowledge base: SQLite, vectors and postings, and each against the others.",

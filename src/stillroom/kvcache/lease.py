@@ -8,7 +8,7 @@ from stillroom.core.kv import NodeKey
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.core.reuse import PromptReuse
-from stillroom.kvcache.blocks.table import BlockTable
+from stillroom.kvcache.blocks.block_table import BlockTable
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
 from stillroom.kvcache.chunk_reuse.plan import Placement
 from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute

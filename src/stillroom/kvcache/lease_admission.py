@@ -10,8 +10,8 @@ from itertools import takewhile
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import Tier
 from stillroom.kvcache.apply_placements import describe, place, plan_for, record_recompute
-from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for, runs_after
+from stillroom.kvcache.blocks.block_pool import BlockPool
+from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement
 from stillroom.kvcache.lease import Lease

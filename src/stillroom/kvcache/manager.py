@@ -16,8 +16,8 @@ from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.kvcache.apply_placements import keep_computed_chunks, record_recompute
-from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
+from stillroom.kvcache.blocks.block_pool import BlockPool
+from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take

@@ -19,7 +19,7 @@ from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import serialised
 from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rotate_and_store
-from stillroom.ops.rows import rms_norm
+from stillroom.ops.row_kernels import rms_norm
 
 # T packed tokens, B rows whose logits are wanted, M model dimension, V vocabulary, S slots,
 # H query heads, G key/value heads, D head dimension, E experts

@@ -12,7 +12,7 @@ import torch
 from stillroom.ops.device_attention import has_kernels
 from stillroom.ops.device_experts import DeviceExperts
 from stillroom.ops.linear import Linear
-from stillroom.ops.rows import gate
+from stillroom.ops.row_kernels import gate
 
 # T tokens, M model dimension, I inner dimension of an expert, E experts, A active experts per token
 

@@ -17,7 +17,7 @@ from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import Floats
 from stillroom.ops.linear import is_float32_faster, min_rows_for_torch
-from stillroom.ops.rows import rms_norm
+from stillroom.ops.row_kernels import rms_norm
 
 # T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
 # D head dimension

@@ -12,7 +12,7 @@ import torch
 
 from stillroom.ops.device_attention import current_gpu
 from stillroom.ops.linear import Linear
-from stillroom.ops.rows import gate
+from stillroom.ops.row_kernels import gate
 
 # T tokens, A active experts per token, R = T * A rows (token, choice), E experts, N tiles, M model dimension
 

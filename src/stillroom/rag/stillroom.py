@@ -34,7 +34,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
 from stillroom.retrieval.vector_index import NUM_STAGES
-from stillroom.retrieval.verify.report import OnProgress, VerifyReport
+from stillroom.retrieval.verify.verify_report import OnProgress, VerifyReport
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 

@@ -2,7 +2,7 @@
 
 The walk of an uploaded file (`stillroom add` begins at step 4):
 
-1. `DocumentRoutes.upload` (server/routes/documents.py) reads the request, checks the names and queues the upload.
+1. `DocumentRoutes.upload` (server/routes/document_routes.py) reads the request, checks the names and queues the upload.
 2. `UploadQueue.start` (server/routes/upload_queue.py) runs one change per tenant at a time, in a thread.
 3. `Uploads.add` (uploads.py), by way of `Stillroom.upload`, writes the bytes below `kb/uploads`, notes them as pending.
 4. `KnowledgeBase.add` takes the write lock and makes an `Ingest`.
@@ -34,11 +34,11 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
 from stillroom.retrieval.intake.reading import CheckedFile, FileReader
+from stillroom.retrieval.loaders.document_metadata import GivenMetadata, sidecar_metadata, with_given
 from stillroom.retrieval.loaders.formats import is_jsonl
-from stillroom.retrieval.loaders.metadata import GivenMetadata, sidecar_metadata, with_given
 from stillroom.retrieval.store.commit_batch import CommitBatch, PendingDocument, content_hash_of, outcome_of
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.rows import SourceFile, SourceUpdate
+from stillroom.retrieval.store.sql_rows import SourceFile, SourceUpdate
 
 _COMMITTED_TOGETHER = 512
 """Minimum number of chunks in a commit. More: embedding batches of more equal length, but more work lost if

@@ -41,7 +41,7 @@ from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddObserver, AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.intake.reading import Failures, FileReader
-from stillroom.retrieval.loaders.metadata import given_metadata
+from stillroom.retrieval.loaders.document_metadata import given_metadata
 from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.document_names import documents_at
@@ -56,7 +56,7 @@ from stillroom.retrieval.store.folder import (
 from stillroom.retrieval.store.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
 from stillroom.retrieval.vector_index import NUM_STAGES
 from stillroom.retrieval.verify.check import Verification
-from stillroom.retrieval.verify.report import OnProgress, VerifyReport
+from stillroom.retrieval.verify.verify_report import OnProgress, VerifyReport
 
 
 class KnowledgeBase:

@@ -8,11 +8,11 @@ from pathlib import Path
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.errors import UsageError
-from stillroom.retrieval.loaders.metadata import SIDECAR, given_metadata, is_sidecar, with_given
+from stillroom.retrieval.loaders.document_metadata import SIDECAR, given_metadata, is_sidecar, with_given
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.document_names import UPLOADS
 from stillroom.retrieval.store.folder import INCOMING
-from stillroom.retrieval.store.rows import PENDING, SourceFile, SourceUpdate
+from stillroom.retrieval.store.sql_rows import PENDING, SourceFile, SourceUpdate
 
 MAX_NAME_BYTES = 1024
 _MAX_PART_BYTES = 255

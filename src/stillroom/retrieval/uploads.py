@@ -29,7 +29,7 @@ from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store.document_names import UPLOADS, is_upload
 from stillroom.retrieval.store.folder import INCOMING
-from stillroom.retrieval.store.rows import SourceFile
+from stillroom.retrieval.store.sql_rows import SourceFile
 from stillroom.retrieval.uploaded_files import (
     checked_name,
     note_pending,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, Request
 from stillroom.errors import UsageError
-from stillroom.kvcache.blocks.table import BlockTable
+from stillroom.kvcache.blocks.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
 
 

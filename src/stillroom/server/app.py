@@ -18,12 +18,12 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.rag.as_json import JsonObject, search_as_json
-from stillroom.server import errors
+from stillroom.server import error_replies
 from stillroom.server.auth.guard import Guard, own_names
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants, caller_of, stillroom_of
 from stillroom.server.console import routes as console
-from stillroom.server.errors import model_not_served
+from stillroom.server.error_replies import model_not_served
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.server.limits.draining import Draining
 from stillroom.server.limits.rates import Limits
@@ -34,7 +34,7 @@ from stillroom.server.routes import chat, health
 from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
 from stillroom.server.routes.chat import ask_options, read_messages
 from stillroom.server.routes.completions import Completions
-from stillroom.server.routes.documents import DocumentRoutes
+from stillroom.server.routes.document_routes import DocumentRoutes
 from stillroom.server.routes.health import Readiness
 from stillroom.server.routes.json_body import JsonRoute
 from stillroom.server.schemas import openapi
@@ -82,7 +82,7 @@ def create_app(
     stillroom.hide_folders()
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.state.workers = workers = Workers()
-    errors.install(app)
+    error_replies.install(app)
     openapi.install(app, asks_for_keys=keys is not None)
     app.state.tenants = tenants = tenants or Tenants(stillroom)
     config, clock = stillroom.config, SystemClock()

@@ -10,7 +10,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stillroom.core.clock import SystemClock
-from stillroom.server.errors import RETRY_LATER, error_body
+from stillroom.server.error_replies import RETRY_LATER, error_body
 from stillroom.server.middleware import RequestObserver
 from stillroom.server.routes.health import Readiness
 from stillroom.telemetry.metrics import Metrics

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stillroom.core.clock import Clock
 from stillroom.core.panics import ENDINGS
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, error_response
+from stillroom.server.error_replies import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, error_response
 from stillroom.telemetry.logs import REQUEST_ID
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.spans import RequestSpan, Tracing

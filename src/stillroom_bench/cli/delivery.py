@@ -15,8 +15,8 @@ from stillroom.errors import UsageError
 from stillroom_bench.instrument.noise import CpuTimes, noise_note
 
 if TYPE_CHECKING:
+    from stillroom_bench.instrument.bench_report import BenchResult
     from stillroom_bench.instrument.comparison import MetricChange, ResultComparison
-    from stillroom_bench.instrument.report import BenchResult
 
 _began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
 """CPU times of the machine when the command began."""
@@ -132,7 +132,7 @@ def deliver(result: "BenchResult", to: Delivery) -> None:
 
 
 def _print(result: "BenchResult", to: Delivery, comparison: "ResultComparison | None") -> None:
-    from stillroom_bench.instrument.report import to_markdown
+    from stillroom_bench.instrument.bench_report import to_markdown
 
     if to.as_json:
         print_json(result.to_json() | _as_json(comparison), indent=None)
@@ -143,8 +143,8 @@ def _print(result: "BenchResult", to: Delivery, comparison: "ResultComparison | 
 
 
 def _write(result: "BenchResult", to: Delivery, comparison: "ResultComparison | None") -> None:
-    from stillroom_bench.instrument.html import to_html
-    from stillroom_bench.instrument.report import save
+    from stillroom_bench.instrument.bench_report import save
+    from stillroom_bench.instrument.html_report import to_html
 
     if to.output is not None:
         try:
@@ -184,7 +184,7 @@ def _change_json(change: "MetricChange") -> dict[str, object]:
 
 
 def _show_changes(comparison: "ResultComparison", old: Path | None) -> None:
-    from stillroom_bench.instrument.report import format_value
+    from stillroom_bench.instrument.bench_report import format_value
 
     changes = comparison.changes
     significant = [change for change in changes if change.is_significant]

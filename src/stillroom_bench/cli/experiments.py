@@ -8,10 +8,10 @@ import typer
 from stillroom.cli.options import help_text
 from stillroom.errors import UsageError
 from stillroom_bench.cli.flags import Call, add_command, imported
-from stillroom_bench.experiments import options
+from stillroom_bench.experiments import experiment_options as options
 
 if TYPE_CHECKING:
-    from stillroom_bench.instrument.report import BenchResult
+    from stillroom_bench.instrument.bench_report import BenchResult
 
 REUSE_HELP = help_text(
     "Measure the benefit of KV reuse: time to first token against request rate, as in RAGCache's Figures 13 to 15.",
@@ -156,7 +156,7 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
 
 
 def _reuse(chosen: options.ReuseOptions, call: Call) -> "BenchResult":
-    return imported("experiments.reuse:run_reuse")(chosen, call.work_dir, on_progress=call.say)
+    return imported("experiments.reuse_rates:run_reuse")(chosen, call.work_dir, on_progress=call.say)
 
 
 def _anywhere(chosen: options.AnywhereScope, call: Call) -> "BenchResult":
@@ -182,7 +182,7 @@ def _convergence(chosen: options.ConvergenceOptions, call: Call) -> "BenchResult
 
 
 def _speculation(chosen: options.SpeculationScope, call: Call) -> "BenchResult":
-    return imported("experiments.speculation:run_speculation")(chosen, call.work_dir, on_progress=call.say)
+    return imported("experiments.speculative_prefill:run_speculation")(chosen, call.work_dir, on_progress=call.say)
 
 
 def _reordering(chosen: options.ReorderingOptions, call: Call) -> "BenchResult":
@@ -222,4 +222,4 @@ def _tiered(chosen: options.TieredScope, call: Call) -> "BenchResult":
 
         scope = chosen if call.is_given("batch_sizes") else replace(chosen, batch_sizes=BATCH_SIZES)
         return imported("experiments.tiered_model:run_prediction")(scope, call.work_dir, call.say)
-    return imported("experiments.tiered:run_tiered")(chosen, call.work_dir, call.say)
+    return imported("experiments.tiered_index:run_tiered")(chosen, call.work_dir, call.say)

@@ -17,10 +17,10 @@ from stillroom.config.places import cache_root
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UsageError
 from stillroom_bench.cli.delivery import CompareOption, Delivery, HtmlOption, OutputOption, deliver, must_compare
-from stillroom_bench.instrument.options import Flag
+from stillroom_bench.instrument.option_flags import Flag
 
 if TYPE_CHECKING:
-    from stillroom_bench.instrument.report import BenchResult
+    from stillroom_bench.instrument.bench_report import BenchResult
 
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 

@@ -8,10 +8,10 @@ import typer
 from stillroom.cli.options import help_text
 from stillroom.errors import UsageError
 from stillroom_bench.cli.flags import Call, add_command, imported
-from stillroom_bench.quality import options
+from stillroom_bench.quality import quality_options as options
 
 if TYPE_CHECKING:
-    from stillroom_bench.instrument.report import BenchResult
+    from stillroom_bench.instrument.bench_report import BenchResult
 
 RETRIEVAL_HELP = help_text(
     "Measure retrieval quality against relevance judgements, for every rule that fuses dense and sparse results.",
@@ -110,7 +110,12 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, "questions", options.QuestionOptions, _questions, QUESTIONS_HELP)
     add_command(app, "runtime", options.RuntimeOptions, _runtime, RUNTIME_HELP, ["config"])
     add_command(
-        app, "fixed-shapes", options.FixedShapesOptions, _fixed_shapes, FIXED_SHAPES_HELP, ["config", "work_dir"]
+        app,
+        "fixed-shapes",
+        options.FixedShapesOptions,
+        _fixed_shapes,
+        FIXED_SHAPES_HELP,
+        ["config", "work_dir"],
     )
     add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
     add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])

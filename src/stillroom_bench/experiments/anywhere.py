@@ -33,11 +33,11 @@ from stillroom_bench.experiments.anywhere_house import (
 )
 from stillroom_bench.experiments.anywhere_peer import Peer
 from stillroom_bench.experiments.anywhere_replies import Answers, Ask, PromptReply, agreement
-from stillroom_bench.experiments.options import AnywhereScope
+from stillroom_bench.experiments.experiment_options import AnywhereScope
+from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.options import named_pythons
-from stillroom_bench.instrument.report import BenchResult, share_name
+from stillroom_bench.instrument.option_flags import named_pythons
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 FULL = "full prefill"

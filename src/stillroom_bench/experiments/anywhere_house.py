@@ -22,7 +22,7 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
 from stillroom_bench.experiments.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Ask, PromptReply
-from stillroom_bench.experiments.options import AnywhereScope
+from stillroom_bench.experiments.experiment_options import AnywhereScope
 
 
 class EngineFixture:

@@ -25,10 +25,10 @@ from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.ranking import ranked_arrays
 from stillroom.retrieval.vector_index import VectorIndex
-from stillroom_bench.experiments.options import ConvergenceOptions
+from stillroom_bench.experiments.experiment_options import ConvergenceOptions
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom_bench.quality.index_whole import PreparedEmbedder, corpus_of
 from stillroom_bench.quality.search_arms import Vectors, latency_metrics, timed

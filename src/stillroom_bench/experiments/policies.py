@@ -11,10 +11,10 @@ from typing import Any
 
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
-from stillroom_bench.experiments.options import PoliciesScope
+from stillroom_bench.experiments.experiment_options import PoliciesScope
+from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.reuse_workloads import (
     MMLU_LIKE,

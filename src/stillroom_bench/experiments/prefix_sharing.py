@@ -11,8 +11,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
+from stillroom.kvcache.blocks.block_pool import BlockPool
+from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager

@@ -33,10 +33,10 @@ from stillroom_bench.experiments.anywhere_house import (
     question,
     shuffled_prompt,
 )
-from stillroom_bench.experiments.options import AnywhereScope
+from stillroom_bench.experiments.experiment_options import AnywhereScope
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 FROM_DEVICE = "from device"

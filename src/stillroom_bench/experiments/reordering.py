@@ -19,11 +19,11 @@ from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
-from stillroom_bench.experiments.options import ReorderingOptions
+from stillroom_bench.experiments.experiment_options import ReorderingOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime, reuse_config
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.statistics import ratio_of_means
 from stillroom_bench.loads.reuse_traffic import (
     MAX_SEQS,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from stillroom.planner.simulation.stepped_engine import Prompt
+from stillroom_bench.instrument.bench_report import format_value
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import format_value
 from stillroom_bench.instrument.statistics import ratio_of_means, summarise
 
 UNLOADED = 0.0

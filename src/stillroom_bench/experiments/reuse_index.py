@@ -8,8 +8,8 @@ from typing import Any
 
 import faiss as _faiss
 
-from stillroom_bench.experiments.options import TieredScope
-from stillroom_bench.experiments.tiered import made_lists
+from stillroom_bench.experiments.experiment_options import TieredScope
+from stillroom_bench.experiments.tiered_index import made_lists
 
 faiss: Any = _faiss  # its type information lacks what is made at import
 

@@ -13,7 +13,7 @@ from stillroom.core.batch import StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree

@@ -14,8 +14,8 @@ import numpy as np
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments.experiment_options import SimulateOptions
 from stillroom_bench.experiments.machines import load_machine
-from stillroom_bench.experiments.options import SimulateOptions
 from stillroom_bench.experiments.reuse_figures import sustained_rate
 from stillroom_bench.experiments.simulate_speculation import speculation
 from stillroom_bench.experiments.simulated_cases import (
@@ -29,9 +29,9 @@ from stillroom_bench.experiments.simulated_cases import (
     plant_of,
     ragcache_case,
 )
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 
 GIB = 2**30

@@ -25,7 +25,7 @@ from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import Prompt, Tokens, segmented
 from stillroom.rag.speculation import Attempt, Speculator
 from stillroom.telemetry.metrics import Metrics
-from stillroom_bench.experiments.options import SimulateOptions
+from stillroom_bench.experiments.experiment_options import SimulateOptions
 from stillroom_bench.experiments.simulated_cases import Case, Say, Tables, ragcache_case
 
 TABLE_3 = {

@@ -26,9 +26,9 @@ from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom_bench.experiments.reuse_engine import OurRuntime, reuse_config
 from stillroom_bench.experiments.reuse_figures import METRIC
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.reuse_traffic import MAX_SEQS, ReuseTraffic, budget_for, made_pool
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 

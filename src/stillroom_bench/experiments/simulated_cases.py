@@ -10,8 +10,8 @@ from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedOutcome, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom_bench.experiments.experiment_options import SimulateOptions
 from stillroom_bench.experiments.machines import Machine, load_machine
-from stillroom_bench.experiments.options import SimulateOptions
 from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 
 Tables = dict[str, list[dict[str, Any]]]

@@ -18,12 +18,12 @@ import numpy as np
 from stillroom.core.count_min import CountMinSketch, SketchShape
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.token_cache import TokenCache, gdsf, lru, tamm
-from stillroom_bench.experiments.options import StructuresOptions
+from stillroom_bench.experiments.experiment_options import StructuresOptions
 from stillroom_bench.experiments.prefix_sharing import TREE_NODES, prefix_sharing_arms
 from stillroom_bench.experiments.scheduling import NUM_STEPS, NUM_WAITING, scheduling_arms
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult
 
 OURS = "stillroom"
 

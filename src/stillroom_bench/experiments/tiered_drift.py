@@ -21,11 +21,11 @@ import numpy as np
 
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
-from stillroom_bench.experiments.options import TieredScope
-from stillroom_bench.experiments.tiered import SKEWS, SkewedQuestions, check_scope, made_lists
+from stillroom_bench.experiments.experiment_options import TieredScope
+from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, check_scope, made_lists
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult
 
 _NUM_FOUND = 50
 _RECOVERED = 0.9

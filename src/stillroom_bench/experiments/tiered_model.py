@@ -28,11 +28,11 @@ from stillroom.retrieval.tiers.search_model import (
 )
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
-from stillroom_bench.experiments.options import TieredScope
-from stillroom_bench.experiments.tiered import SKEWS, DividedBench, SkewedQuestions, made_lists
+from stillroom_bench.experiments.experiment_options import TieredScope
+from stillroom_bench.experiments.tiered_index import SKEWS, DividedBench, SkewedQuestions, made_lists
+from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples, run_arms
-from stillroom_bench.instrument.report import BenchResult, share_name
 
 PREDICTORS = ("counted lists", "Eq. 5, exact minimum", "paper, Eq. 1 to 5")
 GOAL_ERROR, GOAL_HELD = 0.10, 0.90

@@ -12,8 +12,8 @@ import numpy as np
 from scipy import stats
 
 from stillroom.errors import UsageError
+from stillroom_bench.instrument.bench_report import FORMAT, BenchResult, SampleOf
 from stillroom_bench.instrument.harness import Direction, Samples, direction_of
-from stillroom_bench.instrument.report import FORMAT, BenchResult, SampleOf
 from stillroom_bench.instrument.statistics import Interval, holm, paired_test, ratio_of_means, ratio_of_medians
 
 LEVEL = 0.05

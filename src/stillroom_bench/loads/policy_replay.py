@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
-from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.blocks.table import BlockTable
+from stillroom.kvcache.blocks.block_pool import BlockPool
+from stillroom.kvcache.blocks.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager

@@ -17,9 +17,9 @@ from stillroom.answer_quality.arms import (
     quality_arms,
 )
 from stillroom.answer_quality.asking import QualityScope, QuestionOutcome, ask_all
+from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.instrument.statistics import paired_tests
 
 _NOTE = (

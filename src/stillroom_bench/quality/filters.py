@@ -21,11 +21,11 @@ from stillroom.retrieval.index import hnsw
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
-from stillroom_bench.quality.options import FilterOptions
+from stillroom_bench.quality.quality_options import FilterOptions
 from stillroom_bench.quality.search_arms import K, Vectors, dense_arm
 
 SHARES = (0.5, 0.1, 0.01, 0.001)

@@ -22,10 +22,10 @@ from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_model
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult
-from stillroom_bench.quality.options import FixedShapesOptions
+from stillroom_bench.quality.quality_options import FixedShapesOptions
 
 _NUM_DOCUMENTS = 6
 _SYSTEM = 10

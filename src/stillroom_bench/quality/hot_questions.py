@@ -21,11 +21,11 @@ from stillroom.answer_quality.beir import read_judged_queries
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult
-from stillroom_bench.loads.beir import open_knowledge_base
-from stillroom_bench.quality.options import QuestionOptions
+from stillroom_bench.loads.beir_knowledge_base import open_knowledge_base
+from stillroom_bench.quality.quality_options import QuestionOptions
 
 OURS = "cache"
 

@@ -24,13 +24,13 @@ from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tuning import Tuner
 from stillroom.retrieval.vector_index import VectorIndex
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, peak_rss_bytes, reset_peak_rss, run_arms
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
 from stillroom_bench.quality.index_whole import measure_bm25, whole_searches
-from stillroom_bench.quality.options import IndexOptions
 from stillroom_bench.quality.peers_ann import PEERS, bm25_peer, graph_peers, peer_versions
+from stillroom_bench.quality.quality_options import IndexOptions
 from stillroom_bench.quality.search_arms import K, Vectors, dense_arm
 
 _M = 16

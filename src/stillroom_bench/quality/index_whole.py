@@ -18,7 +18,7 @@ from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.words import WordAnalyzer
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.rows import StoredDocument
+from stillroom.retrieval.store.sql_rows import StoredDocument
 from stillroom_bench.instrument.harness import Arm, Metrics
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, random_texts
 from stillroom_bench.quality.peers_ann import Bm25sPeer

@@ -21,14 +21,14 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import UsageError
 from stillroom.retrieval.hybrid import Candidates
 from stillroom.retrieval.ranking import Ranking
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.instrument.statistics import holm, paired_tests
-from stillroom_bench.loads.beir import open_knowledge_base
+from stillroom_bench.loads.beir_knowledge_base import open_knowledge_base
 from stillroom_bench.quality.fusion_arms import ALPHAS, CONVEX_WEIGHTS, OURS, RULES, Rule, learned, weighted_convex
 from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
-from stillroom_bench.quality.options import RetrievalOptions
+from stillroom_bench.quality.quality_options import RetrievalOptions
 
 NUM_CANDIDATES = 100
 NUM_FOLDS = 5

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from stillroom.errors import UsageError
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
-from stillroom_bench.instrument.options import named_pythons
-from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.instrument.option_flags import named_pythons
 from stillroom_bench.instrument.worker import WorkerProcess
-from stillroom_bench.quality.options import RuntimeOptions
+from stillroom_bench.quality.quality_options import RuntimeOptions
 from stillroom_bench.quality.runtime_worker import MAX_TOKENS
 
 OURS = "stillroom"

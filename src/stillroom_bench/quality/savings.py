@@ -15,8 +15,8 @@ import numpy as np
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import UsageError
-from stillroom.kvcache.blocks.pool import BlockPool
-from stillroom.kvcache.blocks.table import BlockTable, num_blocks_for
+from stillroom.kvcache.blocks.block_pool import BlockPool
+from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
@@ -25,13 +25,13 @@ from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
+from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.loads.policy_replay import PROFILE, NoMover
 from stillroom_bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
-from stillroom_bench.quality.options import SavingsOptions
+from stillroom_bench.quality.quality_options import SavingsOptions
 
 FULL = "full recompute"
 PREFIX = "prefix cache"

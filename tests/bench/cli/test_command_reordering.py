@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from stillroom_bench.experiments import reordering
-from stillroom_bench.experiments.options import ReorderingOptions
+from stillroom_bench.experiments.experiment_options import ReorderingOptions
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from tests.cli.harness import Run
 
 Calls = list[tuple[ReorderingOptions, Path]]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from stillroom_bench.experiments import reuse
-from stillroom_bench.experiments.options import ReuseOptions
+from stillroom_bench.experiments import reuse_rates
+from stillroom_bench.experiments.experiment_options import ReuseOptions
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from tests.cli.harness import Run
 
 Calls = list[tuple[ReuseOptions, Path]]
@@ -25,7 +25,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         tables = {"time to first token": [{"arm": "off", "mean": "1 s"}]}
         return BenchResult("stillroom bench reuse", record_environment(["x"]), {}, Samples(), tables=tables)
 
-    monkeypatch.setattr(reuse, "run_reuse", measure)
+    monkeypatch.setattr(reuse_rates, "run_reuse", measure)
     return seen
 
 

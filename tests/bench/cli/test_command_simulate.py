@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from stillroom_bench.experiments import simulate, simulate_validation
-from stillroom_bench.experiments.options import SimulateOptions
+from stillroom_bench.experiments.experiment_options import SimulateOptions
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from tests.cli.harness import Run
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from stillroom_bench.experiments import tiered, tiered_answers, tiered_drift, tiered_model
-from stillroom_bench.experiments.options import TieredScope
+from stillroom_bench.experiments import tiered_answers, tiered_drift, tiered_index, tiered_model
+from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_drift import DriftScope
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from tests.cli.harness import Run
 
 
@@ -25,7 +25,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         monkeypatch.setattr(module, name, run)
 
-    fake(tiered, "run_tiered")
+    fake(tiered_index, "run_tiered")
     fake(tiered_answers, "run_answers")
     fake(tiered_drift, "run_drift")
     fake(tiered_model, "run_prediction")

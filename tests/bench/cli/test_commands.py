@@ -8,11 +8,11 @@ import pytest
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UsageError
 from stillroom_bench.cli import quality
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult
 from stillroom_bench.quality import retrieval_quality
-from stillroom_bench.quality.options import RetrievalOptions
+from stillroom_bench.quality.quality_options import RetrievalOptions
 from tests.cli.harness import Run
 
 Calls = list[tuple[list[str], Path, int]]

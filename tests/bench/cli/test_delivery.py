@@ -9,8 +9,8 @@ import pytest
 
 from stillroom.cli import main
 from stillroom_bench.cli import delivery
-from stillroom_bench.instrument import report
-from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.instrument import bench_report
+from stillroom_bench.instrument.bench_report import BenchResult
 from tests.cli.harness import Run
 
 FLAGS = ("bench", "structures", "--repeat", "2", "--operations", "200")
@@ -72,8 +72,8 @@ def test_samples_are_saved_despite_a_full_disk_or_a_broken_pipe(
             raise OSError(errno.ENOSPC, "No space left on device")
         kept(result, path)
 
-    kept = report.save
-    monkeypatch.setattr(report, "save", full)
+    kept = bench_report.save
+    monkeypatch.setattr(bench_report, "save", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json"))
     assert result.code == 1 and "No space left" in result.err and "| sketch/stillroom |" in result.out
@@ -83,7 +83,7 @@ def test_samples_are_saved_despite_a_full_disk_or_a_broken_pipe(
     def gone(text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(report, "save", kept)
+    monkeypatch.setattr(bench_report, "save", kept)
     monkeypatch.setattr(delivery, "line", gone)
     assert run(*FLAGS, "--quiet", "--output", str(tmp_path / "r.json")).code == main.NO_READER
     assert json.loads((tmp_path / "r.json").read_text())["arms"]

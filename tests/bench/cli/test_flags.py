@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from stillroom_bench.cli import delivery
 from stillroom_bench.cli.flags import Call, add_command
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.options import REQUIRED, flag, repeat_flag
-from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.instrument.option_flags import REQUIRED, flag, repeat_flag
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ import pytest
 from scipy import stats
 
 from stillroom.errors import UsageError
+from stillroom_bench.instrument.bench_report import BenchResult, SampleOf, save
 from stillroom_bench.instrument.comparison import Earlier, MetricChange, changes_between, compare, load_earlier
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.report import BenchResult, SampleOf, save
 
 
 def samples(metric: str, *runs: float, arm: str = "ours") -> Samples:

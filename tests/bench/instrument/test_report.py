@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stillroom_bench.instrument.bench_report import BenchResult, format_value, markdown_table, save, to_markdown
 from stillroom_bench.instrument.comparison import Earlier, compare, load_earlier
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.html import to_html
-from stillroom_bench.instrument.report import BenchResult, format_value, markdown_table, save, to_markdown
+from stillroom_bench.instrument.html_report import to_html
 
 
 def samples(scale: float = 1.0, seed: int = 0) -> Samples:

@@ -20,7 +20,7 @@ from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.rows import StoredDocument
+from stillroom.retrieval.store.sql_rows import StoredDocument
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 

@@ -21,7 +21,7 @@ from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.qdrant_collection import _MARK, QdrantCollection
 from stillroom.retrieval.index.qdrant_index import QdrantIndex
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.rows import StoredDocument
+from stillroom.retrieval.store.sql_rows import StoredDocument
 
 D = 12
 EMBEDDED = QdrantConfig(url="embedded")

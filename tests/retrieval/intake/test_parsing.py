@@ -11,7 +11,7 @@ import pytest
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.intake.parsing import ParserPool
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from tests.retrieval.loaders.make import epub, pdf, word, workbook
 
 SLOW = "*a **b " * 60_000

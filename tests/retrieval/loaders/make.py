@@ -15,7 +15,7 @@ from reportlab.pdfgen.canvas import Canvas
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
-from stillroom.retrieval.loaders.load import parse
+from stillroom.retrieval.loaders.load_file import parse
 from stillroom.retrieval.loaders.source import File
 
 Line = tuple[float, str]

@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from stillroom.retrieval.loaders.source import decode
 
 GERMAN = "Die Schl\u00fcssel werden alle drei\u00dfig Tage getauscht \u2013 f\u00fcr \u201e\u00dcbungen\u201c."

@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.core.document import Paragraph
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 
 
 def write_jsonl(path: Path, *records: object) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders import table
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from tests.retrieval.loaders.make import epub, parsed, word, workbook
 
 ROWS: list[list[object]] = [["Name", "Days"], *([f"cellar {number}", number] for number in range(40))]

@@ -7,10 +7,10 @@ import pytest
 
 from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.intake.discovery import discover
+from stillroom.retrieval.loaders.document_metadata import front_matter, given_metadata, sidecar_metadata
 from stillroom.retrieval.loaders.html import parse_html
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from stillroom.retrieval.loaders.markdown import parse_markdown
-from stillroom.retrieval.loaders.metadata import front_matter, given_metadata, sidecar_metadata
 from stillroom.retrieval.loaders.rst import parse_rst
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from stillroom.core.document import Paragraph
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 from stillroom.retrieval.loaders.source import Outline, decode
 
 

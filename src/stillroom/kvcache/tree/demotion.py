@@ -8,7 +8,7 @@ from itertools import chain, takewhile
 
 from stillroom.core.count_min import CountMinSketch
 from stillroom.core.kv import KVMover, Tier
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.stats import KVCacheStats
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.node_index import NodeIndex

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, KVMover, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.errors import NonFiniteError
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.stats import KVCacheStats
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.demotion import Demoter

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from stillroom.core.ids import BlockId
 from stillroom.core.indexed_heap import IndexedHeap
 from stillroom.core.kv import NodeKey, Tier
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.eviction import NodeUse
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.tree_options import TreeOptions

@@ -16,7 +16,7 @@ from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.prompt import SegmentKind
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.blocks.pool import BlockPool
+from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile

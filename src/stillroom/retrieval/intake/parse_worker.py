@@ -19,7 +19,7 @@ from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import metadata_from_json, metadata_to_json
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.load import load
+from stillroom.retrieval.loaders.load_file import load
 
 OUT_OF_MEMORY = 77
 """Exit code of a process that has run out of memory."""

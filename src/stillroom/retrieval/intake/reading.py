@@ -13,11 +13,11 @@ from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.intake.parsing import ParserPool
+from stillroom.retrieval.loaders.document_metadata import GivenMetadata, sidecar_of, with_given
 from stillroom.retrieval.loaders.formats import format_of, is_jsonl
-from stillroom.retrieval.loaders.load import load
-from stillroom.retrieval.loaders.metadata import GivenMetadata, sidecar_of, with_given
+from stillroom.retrieval.loaders.load_file import load
 from stillroom.retrieval.loaders.source import check_size, opened
-from stillroom.retrieval.store.rows import SourceFile
+from stillroom.retrieval.store.sql_rows import SourceFile
 
 _SMALL_BYTES = 16 * 1024
 """A text up to this size may be parsed in this process, if the time of its loader is bounded."""

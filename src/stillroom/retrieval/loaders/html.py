@@ -14,7 +14,7 @@ from bs4.element import NavigableString, PageElement, PreformattedString, Tag
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
-from stillroom.retrieval.loaders.metadata import text_metadata
+from stillroom.retrieval.loaders.document_metadata import text_metadata
 from stillroom.retrieval.loaders.source import Outline
 
 _DROPPED = frozenset({"script", "style", "nav", "template", "svg", "title"})

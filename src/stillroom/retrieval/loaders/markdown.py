@@ -11,8 +11,8 @@ from markdown_it.token import Token
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
+from stillroom.retrieval.loaders.document_metadata import front_matter
 from stillroom.retrieval.loaders.html import INLINE, soup_of, walk
-from stillroom.retrieval.loaders.metadata import front_matter
 from stillroom.retrieval.loaders.source import Outline
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)

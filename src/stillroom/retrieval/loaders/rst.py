@@ -20,7 +20,7 @@ from docutils.utils import Reporter, new_document
 from stillroom.core.document import Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import Metadata
-from stillroom.retrieval.loaders.metadata import text_metadata
+from stillroom.retrieval.loaders.document_metadata import text_metadata
 from stillroom.retrieval.loaders.source import Outline, blank_line_paragraphs
 
 # no text matches in two ways, otherwise matching takes time exponential in the lines

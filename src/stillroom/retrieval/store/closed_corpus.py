@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.core.ids import ChunkId
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseNotFoundError, StorageError
-from stillroom.retrieval.store import rows
+from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus_file import CorpusFile
 
 _BATCH = 500
@@ -53,7 +53,7 @@ class ClosedCorpus:
         with contextlib.closing(file), file.translating_errors(), file.reading() as connection:
             for start in range(0, len(wanted), _BATCH):
                 batch = wanted[start : start + _BATCH]
-                statement = rows.SELECT_EXISTING.format(",".join("?" * len(batch)))
+                statement = sql_rows.SELECT_EXISTING.format(",".join("?" * len(batch)))
                 found.update(ChunkId(row[0]) for row in connection.execute(statement, batch))
         return found
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stillroom.core.document import Chunk, Document
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import metadata_to_json
-from stillroom.retrieval.store.rows import SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sql_rows import SourceUpdate, StoredDocument
 
 
 @dataclass(slots=True)

@@ -30,11 +30,11 @@ from stillroom.errors import (
     KnowledgeBaseNotFoundError,
 )
 from stillroom.retrieval.filters.sql import Condition, register
-from stillroom.retrieval.store import rows
+from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus_file import CorpusFile, separate_connection
 from stillroom.retrieval.store.corpus_writer import CorpusWriter, rename_documents
 from stillroom.retrieval.store.document_names import DocumentNames
-from stillroom.retrieval.store.rows import Changes, SourceFile, SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sql_rows import Changes, SourceFile, SourceUpdate, StoredDocument
 
 _BATCH = 500
 """Parameters per statement; SQLite accepts at least 999."""
@@ -104,7 +104,7 @@ class Corpus:
         """Return the id of the commit that made a generation. An index stores it to know which state it was made from.
         "" if the commit has no id (earlier versions); None if the generation never existed."""
         with self._reading() as connection:
-            found = connection.execute(rows.SELECT_COMMIT, {"generation": generation}).fetchone()
+            found = connection.execute(sql_rows.SELECT_COMMIT, {"generation": generation}).fetchone()
         return None if found is None else str(found[0] or "")
 
     @property
@@ -118,29 +118,29 @@ class Corpus:
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """Return documents in the order of their ids, those after `after`, at most `limit`."""
         with self._reading() as connection:
-            found = connection.execute(rows.SELECT_INFOS, (after, -1 if limit is None else limit))
-            return [rows.document_info(row) for row in found]
+            found = connection.execute(sql_rows.SELECT_INFOS, (after, -1 if limit is None else limit))
+            return [sql_rows.document_info(row) for row in found]
 
     def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """As `documents`, in the order of public ids."""
         with self._reading() as connection:
-            found = connection.execute(rows.SELECT_PUBLIC_INFOS, (after, -1 if limit is None else limit))
-            return [rows.document_info(row) for row in found]
+            found = connection.execute(sql_rows.SELECT_PUBLIC_INFOS, (after, -1 if limit is None else limit))
+            return [sql_rows.document_info(row) for row in found]
 
     def documents_of(self, name: str) -> list[DocumentInfo]:
         """Return the document of an id or public id, or the documents of a file name."""
         with self._reading() as connection:
-            return [rows.document_info(row) for row in connection.execute(rows.SELECT_INFOS_OF, {"name": name})]
+            return [sql_rows.document_info(row) for row in connection.execute(sql_rows.SELECT_INFOS_OF, {"name": name})]
 
     def sources(self) -> dict[str, SourceFile]:
         """Return the record of each file, by name."""
         with self._reading() as connection:
-            return {row[0]: rows.source(row) for row in connection.execute(rows.SELECT_SOURCES)}
+            return {row[0]: sql_rows.source(row) for row in connection.execute(sql_rows.SELECT_SOURCES)}
 
     def pending(self) -> list[str]:
         """Return the names of files whose upload has not finished (`uploaded_files.note_pending`)."""
         with self._reading() as connection:
-            return [row[0] for row in connection.execute(rows.SELECT_PENDING)]
+            return [row[0] for row in connection.execute(sql_rows.SELECT_PENDING)]
 
     def document_ids(self, path: str) -> dict[DocumentId, str]:
         """Return the documents of a file with their content hashes."""
@@ -162,25 +162,25 @@ class Corpus:
         """Return a document's chunks in order with embeddings [d], without the first `offset`, at most `limit`."""
         with self._reading() as connection:
             bounds = (-1 if limit is None else limit, offset)
-            found = connection.execute(rows.SELECT_CHUNKS_OF, (document_id, *bounds)).fetchall()
-        return [(rows.chunk(row), np.frombuffer(row[-1], dtype=np.float32)) for row in found]
+            found = connection.execute(sql_rows.SELECT_CHUNKS_OF, (document_id, *bounds)).fetchall()
+        return [(sql_rows.chunk(row), np.frombuffer(row[-1], dtype=np.float32)) for row in found]
 
     def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:
         """Return the chunks of these ids; removed chunks are absent."""
         found: dict[ChunkId, Chunk] = {}
-        for row in self._select_in(rows.SELECT_CHUNKS, chunk_ids):
-            chunk = rows.chunk(row)
+        for row in self._select_in(sql_rows.SELECT_CHUNKS, chunk_ids):
+            chunk = sql_rows.chunk(row)
             found[chunk.chunk_id] = chunk
         return found
 
     def existing(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         """Return the ids that exist."""
-        found = self._select_in(rows.SELECT_EXISTING, list(chunk_ids), self._quick_reading)
+        found = self._select_in(sql_rows.SELECT_EXISTING, list(chunk_ids), self._quick_reading)
         return {ChunkId(row[0]) for row in found}
 
     def embeddings(self, chunk_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return ids [n] and embeddings [n, d] in the given order; removed chunks are left out."""
-        found = {row[0]: row[1] for row in self._select_in(rows.SELECT_VECTORS, chunk_ids)}
+        found = {row[0]: row[1] for row in self._select_in(sql_rows.SELECT_VECTORS, chunk_ids)}
         kept = [chunk_id for chunk_id in chunk_ids if chunk_id in found]
         vectors = np.frombuffer(b"".join(found[chunk_id] for chunk_id in kept), dtype=np.float32)
         if kept and len(vectors) % len(kept):
@@ -192,7 +192,7 @@ class Corpus:
 
     def num_added_since(self, generation: int) -> int:
         """Return the number of chunks that an index of a generation has to add."""
-        return self._one(rows.COUNT_ADDED, generation)[0]
+        return self._one(sql_rows.COUNT_ADDED, generation)[0]
 
     def changes_since(self, generation: int, num_chunks: int | None = None) -> Changes:
         """Return the changes that an index of a generation misses. A chunk in both lists is to be removed, then added.
@@ -205,10 +205,10 @@ class Corpus:
             try:
                 now = int(connection.execute("SELECT generation FROM state").fetchone()[0])
                 if num_chunks is not None:
-                    last = connection.execute(rows.SELECT_NTH_ADDED, (generation, num_chunks - 1)).fetchone()
+                    last = connection.execute(sql_rows.SELECT_NTH_ADDED, (generation, num_chunks - 1)).fetchone()
                     now = last[0] if last else now
-                added = connection.execute(rows.SELECT_ADDED, (generation, now)).fetchall()
-                removed = connection.execute(rows.SELECT_REMOVED, (generation, now)).fetchall()
+                added = connection.execute(sql_rows.SELECT_ADDED, (generation, now)).fetchall()
+                removed = connection.execute(sql_rows.SELECT_REMOVED, (generation, now)).fetchall()
             finally:
                 connection.execute("COMMIT")
         return Changes(now, tuple(ChunkId(row[0]) for row in removed), tuple(ChunkId(row[0]) for row in added))
@@ -221,7 +221,7 @@ class Corpus:
             register(connection)
             connection.execute("BEGIN")
             generation = int(connection.execute("SELECT generation FROM state").fetchone()[0])
-            found = connection.execute(rows.SELECT_MATCHING.format(condition.sql), condition.parameters)
+            found = connection.execute(sql_rows.SELECT_MATCHING.format(condition.sql), condition.parameters)
             ids = np.fromiter((row[0] for row in found), dtype=np.int64)
         ids.sort()
         return generation, ids
@@ -229,7 +229,7 @@ class Corpus:
     def field_names(self, limit: int) -> list[str]:
         """Return the names of metadata fields, sorted, at most `limit`."""
         with self._file.translating_errors(), separate_connection(self._file.path) as connection:
-            return [row[0] for row in connection.execute(rows.SELECT_FIELDS, (limit,))]
+            return [row[0] for row in connection.execute(sql_rows.SELECT_FIELDS, (limit,))]
 
     # Writing
 
@@ -265,27 +265,27 @@ class Corpus:
 
     def _upgrade(self) -> None:
         """Make the tables, or upgrade those of an earlier version, in one transaction."""
-        if self._version() == rows.SCHEMA_VERSION:
+        if self._version() == sql_rows.SCHEMA_VERSION:
             return
         with self._writing() as connection:
             version = self._version()  # again, under the lock
-            if version > rows.SCHEMA_VERSION:
+            if version > sql_rows.SCHEMA_VERSION:
                 raise IncompatibleKnowledgeBaseError(
-                    f"{self._path} has version {version}, this Stillroom reads up to {rows.SCHEMA_VERSION}; "
+                    f"{self._path} has version {version}, this Stillroom reads up to {sql_rows.SCHEMA_VERSION}; "
                     "use the Stillroom that wrote it, or make the knowledge base again"
                 )
-            for statement in rows.SCHEMA:
+            for statement in sql_rows.SCHEMA:
                 connection.execute(statement)
-            for table, column, definition in rows.ADDED_COLUMNS:
+            for table, column, definition in sql_rows.ADDED_COLUMNS:
                 if column not in {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}:
                     connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {definition}")
             if version < _FIRST_WITH_METADATA:
                 connection.execute("DELETE FROM sources")  # the next `add` reads every file for its metadata
-            connection.execute(rows.INDEX_OF_ADDED)
+            connection.execute(sql_rows.INDEX_OF_ADDED)
             connection.execute("INSERT OR IGNORE INTO state VALUES (0, 0, ?)", (uuid.uuid4().hex,))
             if version < _FIRST_WITH_NAMES:
                 rename_documents(connection, self.names)
-            connection.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION}")
+            connection.execute(f"PRAGMA user_version = {sql_rows.SCHEMA_VERSION}")
 
     def _own_id(self) -> str:
         with self._reading() as connection:
@@ -304,7 +304,7 @@ class Corpus:
         """Return generation and numbers of documents and chunks; counted once per generation."""
         if self._counts[0] != self.generation:
             with self._quick_reading() as connection:  # health probes must not wait for a writer
-                self._counts = connection.execute(rows.SELECT_COUNTS).fetchone()
+                self._counts = connection.execute(sql_rows.SELECT_COUNTS).fetchone()
         return self._counts
 
     def _one(self, statement: str, *parameters: int) -> tuple[int, ...]:
@@ -364,7 +364,7 @@ def counts_of(path: Path) -> tuple[int, int]:
     """Return the numbers of documents and chunks of a corpus file. Raises as `CorpusFile.translating_errors`."""
     file = CorpusFile(path)
     with contextlib.closing(file), file.translating_errors(), file.reading() as connection:
-        _, num_documents, num_chunks = connection.execute(rows.SELECT_COUNTS).fetchone()
+        _, num_documents, num_chunks = connection.execute(sql_rows.SELECT_COUNTS).fetchone()
     return num_documents, num_chunks
 
 

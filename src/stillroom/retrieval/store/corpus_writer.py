@@ -7,9 +7,9 @@ import numpy as np
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId, public_id
-from stillroom.retrieval.store import rows
+from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.document_names import DocumentNames
-from stillroom.retrieval.store.rows import SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sql_rows import SourceUpdate, StoredDocument
 
 
 class CorpusWriter:
@@ -22,23 +22,23 @@ class CorpusWriter:
 
     def put(self, document: StoredDocument) -> None:
         """Add or replace a document. Unchanged chunks keep their generation, so indexes need not update them."""
-        found = self._connection.execute(rows.SELECT_CHUNKS_OF, (document.document_id, -1, 0)).fetchall()
-        old: Mapping[int, Chunk] = {row[0]: rows.chunk(row) for row in found}
-        compared = self._connection.execute(rows.SELECT_COMPARED, (document.document_id,)).fetchone()
-        if compared != rows.compared(document):
+        found = self._connection.execute(sql_rows.SELECT_CHUNKS_OF, (document.document_id, -1, 0)).fetchall()
+        old: Mapping[int, Chunk] = {row[0]: sql_rows.chunk(row) for row in found}
+        compared = self._connection.execute(sql_rows.SELECT_COMPARED, (document.document_id,)).fetchone()
+        if compared != sql_rows.compared(document):
             self._num_changes += 1
-        self._connection.execute(rows.PUT_DOCUMENT, rows.document_row(document, self._generation))
+        self._connection.execute(sql_rows.PUT_DOCUMENT, sql_rows.document_row(document, self._generation))
         new = {chunk.chunk_id for chunk in document.chunks}
         self._remove_chunks([chunk_id for chunk_id in old if chunk_id not in new])
         for chunk, vector in zip(document.chunks, document.vectors, strict=True):
             known = old.get(chunk.chunk_id)
             if known is not None and known.indexed_text == chunk.indexed_text:
                 where = (chunk.start_line, chunk.end_line, chunk.start_page, chunk.end_page, chunk.chunk_id)
-                self._connection.execute(rows.MOVE_CHUNK, where)
+                self._connection.execute(sql_rows.MOVE_CHUNK, where)
                 continue
             self._num_changes += 1
             self._connection.execute("DELETE FROM tombstones WHERE chunk_id = ?", (chunk.chunk_id,))
-            self._connection.execute(rows.PUT_CHUNK, rows.chunk_row(chunk))
+            self._connection.execute(sql_rows.PUT_CHUNK, sql_rows.chunk_row(chunk))
             vector_row = (chunk.chunk_id, self._generation, vector.astype(np.float32, copy=False).tobytes())
             self._connection.execute("INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)", vector_row)
 
@@ -50,14 +50,14 @@ class CorpusWriter:
         gone = self._connection.execute("DELETE FROM documents WHERE document_id = ? RETURNING path", (document_id,))
         for (path,) in gone.fetchall():
             self._num_changes += 1
-            self._connection.execute(rows.UNREAD_SOURCE, (path,))  # keeps the given metadata
-            self._connection.execute(rows.DELETE_EMPTY_SOURCE, (path, path))
+            self._connection.execute(sql_rows.UNREAD_SOURCE, (path,))  # keeps the given metadata
+            self._connection.execute(sql_rows.DELETE_EMPTY_SOURCE, (path, path))
         return len(chunk_ids)
 
     def update_source(self, update: SourceUpdate) -> None:
         self._connection.execute("DELETE FROM sources WHERE path = ?", (update.path,))
         if update.source is not None:
-            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", rows.source_row(update.source))
+            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", sql_rows.source_row(update.source))
 
     def finish(self) -> None:
         if self._num_changes:
@@ -79,10 +79,10 @@ def rename_documents(connection: sqlite3.Connection, names: DocumentNames) -> No
     sizes |= dict(connection.execute("SELECT path, size FROM sources").fetchall())
     for path, name in list(names.renamed(sizes)):
         connection.execute("UPDATE sources SET path = ? WHERE path = ?", (name, path))
-        for row in connection.execute(rows.SELECT_STORED, (path,)).fetchall():
-            found = connection.execute(rows.SELECT_CHUNKS_OF, (row[0], -1, 0)).fetchall()
+        for row in connection.execute(sql_rows.SELECT_STORED, (path,)).fetchall():
+            found = connection.execute(sql_rows.SELECT_CHUNKS_OF, (row[0], -1, 0)).fetchall()
             vectors = np.array([np.frombuffer(chunk[-1], dtype=np.float32) for chunk in found], dtype=np.float32)
-            writer.put(rows.stored_document(row, name, [rows.chunk(chunk) for chunk in found], vectors))
+            writer.put(sql_rows.stored_document(row, name, [sql_rows.chunk(chunk) for chunk in found], vectors))
             writer.remove(row[0])
     writer.finish()
     ids = connection.execute("SELECT document_id FROM documents").fetchall()

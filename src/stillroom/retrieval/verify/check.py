@@ -21,9 +21,9 @@ from stillroom.retrieval.intake.reading import source_of
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS
 from stillroom.retrieval.uploaded_files import uploaded_files
-from stillroom.retrieval.verify.corpus import CorpusDamage, Embed, check_corpus, repair_corpus
-from stillroom.retrieval.verify.indexes import check_dense, check_sparse
-from stillroom.retrieval.verify.report import Finding, OnProgress, StepCounter, VerifyReport, finding
+from stillroom.retrieval.verify.check_corpus import CorpusDamage, Embed, check_corpus, repair_corpus
+from stillroom.retrieval.verify.check_indexes import check_dense, check_sparse
+from stillroom.retrieval.verify.verify_report import Finding, OnProgress, StepCounter, VerifyReport, finding
 
 
 class Verification:

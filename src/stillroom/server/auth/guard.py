@@ -28,7 +28,7 @@ from stillroom.server.auth.tenants import (
     Caller,
     Tenants,
 )
-from stillroom.server.errors import error_body, error_response
+from stillroom.server.error_replies import error_body, error_response
 
 logger = logging.getLogger(__name__)
 

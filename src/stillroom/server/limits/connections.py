@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stillroom.config.settings import ServerConfig
-from stillroom.server.errors import error_body
+from stillroom.server.error_replies import error_body
 from stillroom.server.limits.strict_http import StrictConnection
 from stillroom.server.middleware import log_refused
 

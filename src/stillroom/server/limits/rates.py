@@ -21,7 +21,7 @@ from stillroom.config.settings import ServerConfig
 from stillroom.core.clock import Clock
 from stillroom.errors import EngineClosedError, StillroomError
 from stillroom.server.auth.tenants import Caller
-from stillroom.server.errors import STREAM_ERROR_STATUS, error_body, error_response
+from stillroom.server.error_replies import STREAM_ERROR_STATUS, error_body, error_response
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.telemetry.metrics import Metrics
 

@@ -19,7 +19,7 @@ from stillroom.core.panics import ENDINGS
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.as_json import JsonObject
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, describe
+from stillroom.server.error_replies import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, describe
 from stillroom.server.schemas.replies import PromptTokensDetails, Usage
 from stillroom.server.schemas.requests import GenerationRequest
 

@@ -8,7 +8,7 @@ from stillroom.core.ids import DocumentId, format_chunk_id, public_id
 from stillroom.errors import UnknownDocumentError
 from stillroom.rag.as_json import document_fields, place_as_json
 from stillroom.retrieval.uploads import UploadResult
-from stillroom.server.errors import Refused, error_body
+from stillroom.server.error_replies import Refused, error_body
 from stillroom.server.privacy import without_folders
 from stillroom.server.schemas.replies import (
     DocumentChunk,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
-from stillroom.server.errors import RETRY_LATER
+from stillroom.server.error_replies import RETRY_LATER
 
 
 class Readiness:

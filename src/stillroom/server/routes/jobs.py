@@ -12,7 +12,7 @@ from stillroom.core.clock import Clock
 from stillroom.errors import ChangeCancelledError
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult
-from stillroom.server.errors import Refused, describe
+from stillroom.server.error_replies import Refused, describe
 from stillroom.server.routes.upload_queue import QueuedChange
 from stillroom.server.schemas.replies import DocumentJob, ErrorDetail, JobProgress, UploadReply
 

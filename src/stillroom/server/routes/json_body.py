@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from stillroom.server.errors import Refused
+from stillroom.server.error_replies import Refused
 
 MAX_DEPTH = 100
 """Most levels of nested objects and arrays."""

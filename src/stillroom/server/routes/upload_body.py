@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
 from stillroom.errors import StorageError
-from stillroom.server.errors import Refused
+from stillroom.server.error_replies import Refused
 from stillroom.server.routes.json_body import parse
 from stillroom.server.schemas.requests import MAX_DOCUMENTS, DocumentsRequest
 

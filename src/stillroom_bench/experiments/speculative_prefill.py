@@ -35,10 +35,10 @@ from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
-from stillroom_bench.experiments.options import SpeculationScope
+from stillroom_bench.experiments.experiment_options import SpeculationScope
+from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.instrument.report import BenchResult, share_name
 from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 from stillroom_bench.quality.search_arms import Vectors

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import chunk_id_of
-from stillroom.retrieval.store import rows
+from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus_file import separate_connection
-from stillroom.retrieval.verify.report import Finding, StepCounter, finding, hex_ids
+from stillroom.retrieval.verify.verify_report import Finding, StepCounter, finding, hex_ids
 
 _BATCH = 1000
 _MAX_LENGTH_ERROR = 1e-3
@@ -32,13 +32,13 @@ _INCOMPLETE_DOCUMENTS = """
     WHERE d.num_chunks <> coalesce(c.num, 0) OR (c.num > 0 AND (c.low <> 0 OR c.high <> c.num - 1))"""
 _ORPHAN_CHUNKS = "SELECT chunk_id FROM chunks WHERE document_id NOT IN (SELECT document_id FROM documents)"
 _LOST_DOCUMENTS = "SELECT DISTINCT document_id FROM chunks WHERE document_id NOT IN (SELECT document_id FROM documents)"
-_UNREAD_LOST_SOURCE = f"{rows.UNREAD_SOURCE} OR substr(?, 1, length(path) + 1) = path || '#'"
-_UNREAD_EMPTY_SOURCES = f"{rows.UNREAD_SOURCES} WHERE path NOT IN (SELECT path FROM documents)"
+_UNREAD_LOST_SOURCE = f"{sql_rows.UNREAD_SOURCE} OR substr(?, 1, length(path) + 1) = path || '#'"
+_UNREAD_EMPTY_SOURCES = f"{sql_rows.UNREAD_SOURCES} WHERE path NOT IN (SELECT path FROM documents)"
 _ORPHAN_VECTORS = "SELECT chunk_id FROM vectors WHERE chunk_id NOT IN (SELECT chunk_id FROM chunks)"
 _FALSE_TOMBSTONES = "SELECT chunk_id FROM tombstones WHERE chunk_id IN (SELECT chunk_id FROM chunks)"
 _GENERATIONS = """SELECT (SELECT generation FROM state), max(
     coalesce((SELECT max(generation) FROM vectors), 0), coalesce((SELECT max(generation) FROM tombstones), 0))"""
-_ALL = f"""SELECT {rows.CHUNK_COLUMNS}, v.vector FROM chunks c LEFT JOIN vectors v USING (chunk_id)
+_ALL = f"""SELECT {sql_rows.CHUNK_COLUMNS}, v.vector FROM chunks c LEFT JOIN vectors v USING (chunk_id)
     WHERE c.chunk_id > ? ORDER BY c.chunk_id LIMIT {_BATCH}"""
 
 
@@ -161,7 +161,7 @@ class _Repair:
         for document_id in damage.documents:
             self._remove(_ids(database, "SELECT chunk_id FROM chunks WHERE document_id = ?", document_id))
             gone = database.execute("DELETE FROM documents WHERE document_id = ? RETURNING path", (document_id,))
-            database.executemany(rows.UNREAD_SOURCE, gone.fetchall())
+            database.executemany(sql_rows.UNREAD_SOURCE, gone.fetchall())
         for document_id in damage.lost_documents:
             database.execute(_UNREAD_LOST_SOURCE, (document_id, document_id))
         database.execute(_UNREAD_EMPTY_SOURCES)
@@ -190,7 +190,7 @@ def _check_chunks(database: sqlite3.Connection, dimension: int, damage: CorpusDa
     last = -1
     while found := database.execute(_ALL, (last,)).fetchall():
         for row in found:
-            chunk = rows.chunk(row)
+            chunk = sql_rows.chunk(row)
             if chunk.chunk_id != chunk_id_of(chunk.document_id, chunk.ordinal, chunk.text):
                 damage.documents.add(str(chunk.document_id))
             elif not _is_valid_vector(row[-1], dimension):
@@ -211,8 +211,8 @@ def _embedded(database: sqlite3.Connection, damage: CorpusDamage, embed: Embed) 
     found: dict[int, bytes] = {}
     for start in range(0, len(damage.vectors), _BATCH):
         batch = damage.vectors[start : start + _BATCH]
-        statement = rows.SELECT_CHUNKS.format(",".join("?" * len(batch)))
-        chunks = [rows.chunk(row) for row in database.execute(statement, batch)]
+        statement = sql_rows.SELECT_CHUNKS.format(",".join("?" * len(batch)))
+        chunks = [sql_rows.chunk(row) for row in database.execute(statement, batch)]
         chunks = [chunk for chunk in chunks if chunk.document_id not in damage.documents]
         vectors = embed([chunk.indexed_text for chunk in chunks]) if chunks else ()
         found |= {int(chunk.chunk_id): vector.tobytes() for chunk, vector in zip(chunks, vectors, strict=True)}

@@ -18,13 +18,13 @@ from typing import Any
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.arrivals import Draw, arrivals_of
 from stillroom.planner.simulation.stepped_engine import Prompt
-from stillroom_bench.experiments.options import ARMS, OFF, ReuseOptions
+from stillroom_bench.experiments.experiment_options import ARMS, OFF, ReuseOptions
 from stillroom_bench.experiments.reuse_figures import UNLOADED, Figures, LoadCell
 from stillroom_bench.experiments.reuse_index import Searchable, searchable
 from stillroom_bench.experiments.reuse_worker import PEERS
+from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import Environment, record_environment
-from stillroom_bench.instrument.options import named_pythons
-from stillroom_bench.instrument.report import BenchResult
+from stillroom_bench.instrument.option_flags import named_pythons
 from stillroom_bench.instrument.worker import WorkerProcess
 from stillroom_bench.loads.reuse_traffic import (
     MAX_SEQS,

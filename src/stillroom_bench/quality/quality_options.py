@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from stillroom.config.settings import TokenSelector
-from stillroom_bench.instrument.options import (
+from stillroom_bench.instrument.option_flags import (
     REQUIRED,
     datasets_flag,
     flag,

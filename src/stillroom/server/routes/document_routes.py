@@ -24,7 +24,7 @@ from stillroom.retrieval.ingest import RemoveReport
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.auth.tenants import DEFAULT_TENANT, Tenants, caller_of, stillroom_of
-from stillroom.server.errors import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, describe
+from stillroom.server.error_replies import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, describe
 from stillroom.server.limits.rates import BACKGROUND_WORK
 from stillroom.server.limits.workers import Workers
 from stillroom.server.routes.answer_events import DONE, as_event, disconnected

@@ -18,7 +18,7 @@ from stillroom.retrieval.index.qdrant_index import CollectionStore
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import VectorIndex
-from stillroom.retrieval.verify.report import Finding, Part, StepCounter, finding, hex_ids
+from stillroom.retrieval.verify.verify_report import Finding, Part, StepCounter, finding, hex_ids
 
 _BATCH = 1000
 _TOLERANCE = 1e-5

@@ -6,7 +6,7 @@ from typing import get_args
 
 from stillroom.config.settings import Dtype
 from stillroom.errors import UsageError
-from stillroom_bench.instrument.options import (
+from stillroom_bench.instrument.option_flags import (
     companions_flag,
     dataset_flag,
     datasets_flag,

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stillroom_bench.instrument.bench_report import BenchResult, format_value, rows
 from stillroom_bench.instrument.comparison import MetricChange, ResultComparison
-from stillroom_bench.instrument.report import BenchResult, format_value, rows
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
