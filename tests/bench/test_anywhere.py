@@ -1,4 +1,4 @@
-"""Time to first token with placed chunks: a tiny model, every tier, and questions that go on for a while."""
+"""Tests `stillroom bench anywhere` with a tiny model: every tier, shuffled questions, peers."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere import FULL, run_anywhere
-from stillroom_bench.experiments.anywhere_replies import Answers, PromptReply
+from stillroom_bench.experiments.anywhere_engine import Answers, PromptReply
 from stillroom_bench.experiments.experiment_options import AnywhereScope
 from stillroom_bench.quality.runtime import Shape
 
@@ -31,7 +31,7 @@ SCOPE = AnywhereScope(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The model is tiny: two threads would only wait for each other."""
+    """Run the tiny model with one thread, which is faster than two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,16 +51,16 @@ def test_every_tier_and_ratio_is_measured(tmp_path: Path) -> None:
     assert float(rows[0]["tokens not computed"].rstrip("%")) > 30
     assert any("shuffled" in line for line in said)
     assert {row["arm"] for row in result.tables["Answers beside a full prefill"]} == arms
-    assert rows[0]["same 4 tokens"].endswith(" of 3"), "every tenth question is asked in full"
+    assert rows[0]["same 4 tokens"].endswith(" of 3"), "every tenth question runs with a full prefill"
 
 
-def test_answers_are_compared_with_their_own_runtimes() -> None:
+def test_replies_are_compared_with_a_full_prefill_of_the_same_runtime() -> None:
     answers = Answers()
     for arm, *replies in (("full", (1, 2), (3, 4), (5, 6)), ("ours", (1, 2), (3, 0), (0, 6))):
         for repetition, token_ids in enumerate(replies, start=-1):
             answers.add(arm, repetition, PromptReply(0.1, tuple(token_ids), 0))
     row = {"arm": "ours", "same first token": "1 of 2", "same 4 tokens": "0 of 2"}
-    assert answers.rows({"ours": "full"}) == [row], "warming up does not count"
+    assert answers.rows({"ours": "full"}) == [row], "warm-up replies are not counted"
 
 
 PACKAGE = """
@@ -94,7 +94,7 @@ class KVBoost:
 
 
 @pytest.mark.slow  # starts processes that import torch
-def test_a_peer_gets_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_gets_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kvboost.py").write_text(PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     scope = replace(SCOPE, chunk_tokens=32, ratios=(0.0,), num_lasting=12)
@@ -112,13 +112,13 @@ def test_a_peer_gets_the_same_prompts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [note.partition(" stopped")[0] for note in result.notes] == ["kvboost: left out, kvboost"]
 
 
-def test_impossible_peers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown peer nobody; known are kvboost"):
-        run_anywhere(replace(SCOPE, peers=("nobody=python",)), tmp_path, shape=TINY)
+def test_unknown_peer_and_unsupported_chunk_length_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unknown peer other; known are kvboost"):
+        run_anywhere(replace(SCOPE, peers=("other=python",)), tmp_path, shape=TINY)
     with pytest.raises(UsageError, match="must be a multiple of 32"):
         run_anywhere(replace(SCOPE, peers=("kvboost=python",)), tmp_path, shape=TINY)
 
 
-def test_too_few_documents_are_refused_before_anything_runs() -> None:
+def test_too_few_documents_are_refused() -> None:
     with pytest.raises(UsageError, match="3 documents are too few for prompts of 5"):
         AnywhereScope(num_lasting=100, num_documents=3)

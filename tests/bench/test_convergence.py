@@ -1,4 +1,4 @@
-"""The convergence benchmark on a few hundred vectors: what it counts, not how long it takes."""
+"""Tests `stillroom bench convergence` on a few hundred vectors."""
 
 from pathlib import Path
 
@@ -22,11 +22,13 @@ from stillroom_bench.loads.workloads import RealData
         ([[1, 2, 9], [1, 2, 8], [1, 2, 7]], 2, 1),
     ],
 )
-def test_a_head_is_final_from_where_it_stays(lists: list[list[int]], first: int, expected: int) -> None:
+def test_head_is_final_from_the_list_after_which_it_no_longer_changes(
+    lists: list[list[int]], first: int, expected: int
+) -> None:
     assert first_final(lists, first) == expected
 
 
-def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_index_and_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((230, 384)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -49,4 +51,4 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             shares = [row[name] for name in row if name.startswith("final after")]
             assert shares == sorted(shares) and 0 < row["mean share of stages"] <= 1
             assert row["last list is the plain search's"] == 1.0
-    assert said and not list(tmp_path.iterdir()), "what was made for the run is gone"
+    assert said and not list(tmp_path.iterdir()), "temporary files are removed"

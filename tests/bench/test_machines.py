@@ -1,4 +1,4 @@
-"""Data files of machines: each says where its numbers are from, and gives the papers' times back."""
+"""Tests machine data files: every number has a source, and the costs reproduce the papers' times."""
 
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,14 @@ def _content() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_of_the_package_can_be_read(name: str) -> None:
+def test_every_machine_of_the_package_is_valid(name: str) -> None:
     machine = load_machine(name)
 
     assert machine.costs().prefill_seconds(0, 1) > 0
     assert all(len(number.source) > 8 for number in machine.numbers.values())
 
 
-def test_the_papers_times_come_back() -> None:
+def test_costs_reproduce_the_papers_times() -> None:
     """RAGCache Figures 2 and 4, Table 1; Cache-Craft Figure 2."""
     llama, mistral = load_machine("llama2-7b-a10g"), load_machine("mistral-7b-a10g")
     costs = llama.costs()
@@ -52,7 +52,7 @@ def test_the_papers_times_come_back() -> None:
     assert eight == pytest.approx(76, rel=0.01)
 
 
-def test_step_by_hand() -> None:
+def test_step_time_equals_hand_computed_value() -> None:
     machine = read_machine(_content(), "made")
 
     matrices, weights = 2 * 900 * 10 / 1e6, 2 * 1000 / 1e5
@@ -63,7 +63,7 @@ def test_step_by_hand() -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(0, 8192), st.integers(1, 8192))
-def test_straight_lines_between_grid_points_are_close(name: str, cached: int, new: int) -> None:
+def test_interpolated_costs_are_close_to_the_model(name: str, cached: int, new: int) -> None:
     machine = _MACHINES[name]
 
     assert _COSTS[name].prefill_seconds(cached, new) == pytest.approx(machine.step_seconds(cached, new), rel=0.01)
@@ -102,19 +102,19 @@ def _with(value: Any, *path: str) -> dict[str, Any]:
         (_with({"value": 1, "source": "x"}, "model", "haeds"), "unknown haeds"),
         (_with({}, "links", "tape"), "unknown tape"),
         (_with(5, "model", "heads"), "must be written as"),
-        (_with({"value": 5, "source": " "}, "model", "heads"), "the source says"),
-        (_with({"value": True, "source": "x"}, "model", "heads"), "no number"),
-        (_with({"value": float("inf"), "source": "x"}, "model", "heads"), "no number"),
+        (_with({"value": 5, "source": " "}, "model", "heads"), "the source of 5"),
+        (_with({"value": True, "source": "x"}, "model", "heads"), "not a finite number"),
+        (_with({"value": float("inf"), "source": "x"}, "model", "heads"), "not a finite number"),
         (_with({"value": 0, "source": "x"}, "model", "heads"), "more than 0"),
         (_with({"value": -1, "source": "x"}, "machine", "host_bytes"), "at least 0"),
     ],
 )
-def test_what_is_wrong_is_said(content: dict[str, Any], words: str) -> None:
+def test_invalid_data_file_is_refused_with_its_error(content: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read_machine(content, "file.toml")
 
 
-def test_unknown_machine_names_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_machine_error_lists_known_machines(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="mistral-7b-a10g"):
         load_machine("mistral")
     (tmp_path / "broken.toml").write_text("name = ")

@@ -1,4 +1,4 @@
-"""What loading adds: a tiny model, every place, way and moment."""
+"""Tests `stillroom bench preloading` with a tiny model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.bench.test_anywhere import TINY
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The model is tiny: two threads would only wait for each other."""
+    """Run the tiny model with one thread, which is faster than two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The reordering bench: its arms, its figures by hand, and a whole run on a tiny model."""
+"""Tests `stillroom bench pipeline reordering`: arms, metrics, and a run on a tiny model."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReorderingOptions(windows=(0, 8), num_requests=12, num_warm=3, num_documents=20, repeat=2, loads=(3.0,))
 
 
-def test_arms() -> None:
+def test_arms_are_arrival_order_cache_first_and_shortest_first() -> None:
     reuse = ReuseConfig()
     assert systems(reuse, (8, 1, 8)) == {
         BASELINE: EnginePolicy(reuse=reuse),
@@ -41,12 +41,12 @@ def test_arms() -> None:
     }
 
 
-def test_figures_of_a_run() -> None:
+def test_metrics_of_a_run_equal_hand_computed_values() -> None:
     found = figures([1.0, 3.0], 4.0, 30, 120)
     assert found == {MEAN: 2.0, P99: pytest.approx(2.98), ANSWERED: 0.5, KEPT: 0.25}
 
 
-def test_rows_by_hand() -> None:
+def test_rows_equal_hand_computed_values() -> None:
     samples, modelled = Samples(), Samples()
     for came, other in ((4.0, 2.0), (8.0, 2.0)):
         samples.add(f"2x/{BASELINE}", {MEAN: came, P99: came, ANSWERED: 3.0, KEPT: 0.2})
@@ -55,31 +55,31 @@ def test_rows_by_hand() -> None:
         modelled.add("2x/cache first, window 8", {MEAN: 4.0, KEPT: 0.5})
     first, second = rows(samples, modelled)
     assert (first["order"], first["first come / it"], first["modelled first come / it"]) == (BASELINE, "", 1.0)
-    assert second["first come / it"] == "3 [2, 4]", "run by run"
+    assert second["first come / it"] == "3 [2, 4]", "paired by run"
     assert second["p99 x"] == "3 [3, 3]"
     assert (second["kept"], second["modelled kept"], second["modelled first come / it"]) == ("40.0%", "50.0%", 1.5)
 
 
-def test_impossible_wishes_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for changes, words in (
         ({"curve": "zipf"}, "unknown curves zipf"),
         ({"companions": "none"}, "unknown companions"),
-        ({"loads": ()}, "loads are positive"),
-        ({"loads": (0.0,)}, "loads are positive"),
-        ({"windows": ()}, "windows"),
-        ({"device_share": -0.1}, "not negative"),
+        ({"loads": ()}, "loads .* must be positive"),
+        ({"loads": (0.0,)}, "loads .* must be positive"),
+        ({"windows": ()}, "--window"),
+        ({"device_share": -0.1}, "must not be negative"),
     ):
         with pytest.raises(UsageError, match=words):
             ReorderingOptions(**changes)
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_where_nearly_nothing_fits_the_order_finds_more_and_answers_sooner(curve: str) -> None:
-    """What the command measures, on a modelled machine."""
+def test_cache_first_is_faster_than_arrival_order_with_little_memory(curve: str) -> None:
+    """Simulates the benchmark on a modelled machine."""
     traffic = ReuseTraffic(made_pool(60, 97, seed=0), curve, 1, "drawn", 0)
     prompts = traffic.prompts(100, 0)
     budget = budget_for(traffic.pool, prompts, 1, device_share=0.0, host_share=0.0)
-    plant = HardwareModel(
+    hardware = HardwareModel(
         costs=linear_profile(0.02, 7e-4, 0.0),
         bytes_per_token=64,
         num_layers=2,
@@ -89,19 +89,21 @@ def test_where_nearly_nothing_fits_the_order_finds_more_and_answers_sooner(curve
     )
     reuse = ReuseConfig(host_bytes=64 * budget.host, disk_bytes=0)
     dues = [0.0] * len(prompts)
-    found = {name: SimulatedRuntime(plant, system).ask(prompts, dues) for name, system in systems(reuse, (32,)).items()}
+    found = {
+        name: SimulatedRuntime(hardware, system).ask(prompts, dues) for name, system in systems(reuse, (32,)).items()
+    }
     first, ordered = found[BASELINE], found["cache first, window 32"]
     assert ordered.num_kept_tokens > 1.1 * first.num_kept_tokens
     assert first.mean > 1.2 * ordered.mean
 
 
-def test_window_zero_is_the_order_of_arrival_and_what_is_simulated_is_what_runs(tmp_path: Path) -> None:
+def test_window_zero_equals_arrival_order_and_every_arm_is_measured(tmp_path: Path) -> None:
     said: list[str] = []
     result = run_reordering(SMALL, tmp_path, shape=TINY, on_progress=said.append)
     names = [f"3x/{name}" for name in systems(ReuseConfig(), SMALL.windows)]
     assert list(result.samples.values) == names
     assert all(len(result.samples.of(name, metric)) == 2 for name in names for metric in (MEAN, P99, ANSWERED, KEPT))
-    assert said[-1] == f"{names[0]}, run 2", "backward in the second run"
+    assert said[-1] == f"{names[0]}, run 2", "the second run has the reverse order"
     assert result.ratio(names[1], MEAN) is not None
     table = {row["order"]: row for row in result.tables["order of admission"]}
     assert table["cache first, window 0"]["modelled first come / it"] == 1.0

@@ -1,4 +1,4 @@
-"""The reuse bench: the open loop on a made clock, its figures by hand, and whole runs on a tiny model."""
+"""Tests `stillroom bench reuse`: the open loop on a virtual clock, its results, and runs on a tiny model."""
 
 import dataclasses
 import os
@@ -25,21 +25,24 @@ from stillroom_bench.instrument.statistics import ratio_of_means
 from stillroom_bench.loads.reuse_traffic import ReuseTraffic, budget_for, made_pool
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type stubs lack names that are created at import
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 SMALL = ReuseOptions(rates=(1.0, 0.5), num_requests=3, num_warm=4, num_documents=20, max_tokens=2, repeat=1)
 
 
 class OneAtATime:
-    """Takes a second of a made clock for each first token, and half a second of work once it is idle."""
+    """Runtime on a virtual clock: one second per first token, and half a second of idle work once."""
 
     def __init__(self, further: float = 0.0) -> None:
-        """Args: further: seconds for the rest of an answer."""
+        """
+        Args:
+            further: seconds for the tokens after the first.
+        """
         self.further = further
         self.answering: int | None = None
         self.now = 100.0
         self.queue: deque[int] = deque()
-        self.num_to_tend = 1
+        self.num_idle_jobs = 1
         self.ended = 0.0
         self.slept: list[float] = []
 
@@ -65,9 +68,9 @@ class OneAtATime:
         return [(number, [number, 0, 0])], [] if self.further else [number]
 
     def do_idle_work(self) -> bool:
-        self.num_to_tend -= 1
-        self.now += 0.5 if self.num_to_tend >= 0 else 0.0
-        return self.num_to_tend >= 0
+        self.num_idle_jobs -= 1
+        self.now += 0.5 if self.num_idle_jobs >= 0 else 0.0
+        return self.num_idle_jobs >= 0
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -82,26 +85,26 @@ class OneAtATime:
         return seconds
 
 
-def test_requests_count_from_when_they_were_due() -> None:
+def test_times_count_from_the_due_time() -> None:
     runtime = OneAtATime()
     assert runtime.drive(4, [0.0, 0.25, 0.25, 8.0]) == [1.0, 1.75, 2.75, 1.0]
-    assert runtime.slept == [4.5], "after half a second of other work"
+    assert runtime.slept == [4.5], "after half a second of idle work"
 
 
-def test_answers_end_when_their_last_token_is_there() -> None:
+def test_answer_ends_with_its_last_token() -> None:
     assert OneAtATime(further=0.5).drive(3, [0.0, 0.25, 8.0]) == [1.0, 2.25, 1.0]
 
 
-def test_work_of_an_idle_moment_keeps_who_comes_in_it_waiting() -> None:
+def test_request_that_arrives_during_idle_work_waits_for_it() -> None:
     runtime = OneAtATime()
     assert runtime.drive(2, [0.0, 1.25]) == [1.0, 1.25]
     assert not runtime.slept
 
 
-def test_one_after_the_other() -> None:
+def test_sequential_requests_do_not_wait() -> None:
     runtime = OneAtATime()
     assert runtime.drive(3, None) == [1.0, 1.0, 1.0]
-    assert runtime.num_to_tend < 0, "what is left to do is done before the next who is measured"
+    assert runtime.num_idle_jobs < 0, "idle work is done before the next measured request"
 
 
 def test_worker_finds_the_files_that_it_loads_by_path() -> None:
@@ -109,21 +112,21 @@ def test_worker_finds_the_files_that_it_loads_by_path() -> None:
     assert callable(script(RUNTIMES).LlamaCppRuntime) and callable(script(SEARCH).FaissSearch)
 
 
-def test_common_prefix() -> None:
+def test_common_prefix_has_the_expected_length() -> None:
     assert [common_prefix([1, 2, 3], other) for other in ([], [1, 3], [1, 2, 3, 4], [2])] == [0, 1, 3, 0]
 
 
-def test_sustained_rate() -> None:
+def test_sustained_rate_interpolates_between_measurements() -> None:
     points = [(0.0, 1.0), (2.0, 2.0), (4.0, 10.0), (6.0, 3.0)]
     assert sustained_rate(points, 6.0) == 3.0
     assert sustained_rate(points, 1.5) == 1.0
-    assert sustained_rate(points, 0.5) == 0.0, "too slow from the beginning"
+    assert sustained_rate(points, 0.5) == 0.0, "too slow at the lowest rate"
     assert sustained_rate(points, 20.0) == 6.0
     assert sustained_rate(points[:1], 0.5) == 0.0
-    assert sustained_rate([(0.0, 1.0), (1.0, 1.0)], 0.1) == 0.0, "no better at any rate"
+    assert sustained_rate([(0.0, 1.0), (1.0, 1.0)], 0.1) == 0.0, "too slow at every rate"
 
 
-def test_figures_by_hand() -> None:
+def test_figures_equal_hand_computed_values() -> None:
     figures = Figures(slo_seconds=2.0, num_tokens=5)
     prompts = [((1, 2), (3, 4, 5), (6,))] * 2
     off, lru = LoadCell("mmlu", 1, UNLOADED, "off"), LoadCell("mmlu", 1, UNLOADED, "lru")
@@ -138,7 +141,7 @@ def test_figures_by_hand() -> None:
 
     figures.add(off, 0, prompts, answer(2.0, [[0, 0, 0]] * 2))
     figures.add(lru, 0, prompts, answer(1.0, [[2, 1, 0], [4, 0, 2]]))
-    assert figures.service_rate("mmlu", 1) == pytest.approx(1 / 2.6), "whole answers"
+    assert figures.service_rate("mmlu", 1) == pytest.approx(1 / 2.6), "counts complete answers"
     figures.add(off.at(1.0), 0, prompts, answer(11.0, [[0, 0, 0]] * 2))
     figures.add(lru.at(1.0), 0, prompts, answer(9.0, [[0, 0, 0]] * 2))
     assert not figures.is_asked(off.at(2.0), 1.0, 0), "11 s are more than 5 times 2 s"
@@ -162,7 +165,7 @@ def test_figures_by_hand() -> None:
     assert (third["arm"], third["within 2 s"], third["goodput/s"]) == ("off", "0%", 0.0)
 
 
-def test_ratios_are_of_the_runs_that_both_have() -> None:
+def test_ratios_use_the_runs_that_both_arms_completed() -> None:
     figures, off, peer = Figures(), LoadCell("mmlu", 1, UNLOADED, "off"), LoadCell("mmlu", 1, UNLOADED, "vllm")
 
     def add(cell: LoadCell, repetition: int, seconds: float) -> None:
@@ -176,13 +179,13 @@ def test_ratios_are_of_the_runs_that_both_have() -> None:
 
     add(off, 0, 2.0)
     add(peer, 0, 1.0)
-    add(off, 1, 6.0)  # the peer has died
+    add(off, 1, 6.0)  # the peer has ended
     first, second = figures.tables()["time to first token"]
     assert (first["mean"], first["mean x vllm"]) == ("4 s", "2 [2, 2]")
     assert second["mean x off"] == "0.5 [0.5, 0.5]"
 
 
-def test_answers_of_one_token_have_no_time_per_further_token() -> None:
+def test_one_token_answers_have_no_time_per_further_token() -> None:
     figures, off = Figures(), LoadCell("mmlu", 1, UNLOADED, "off")
     figures.add(
         off, 0, [((1,), (2,))], {"seconds": [1], "response_seconds": [1], "cached": [[0] * 3], "wall_seconds": 1}
@@ -191,7 +194,7 @@ def test_answers_of_one_token_have_no_time_per_further_token() -> None:
     assert not any(head.startswith("TPOT") for head in figures.tables()["time to first token"][0])
 
 
-def test_ratio_of_means_keeps_neighbours_together() -> None:
+def test_ratio_of_means_resamples_blocks_of_neighbours() -> None:
     rng = np.random.default_rng(0)
     slow: list[float] = np.repeat(rng.exponential(1.0, size=20), 10).tolist()  # runs of ten are slow together
     fast = [1.0] * 200
@@ -200,11 +203,11 @@ def test_ratio_of_means_keeps_neighbours_together() -> None:
     assert together.low < alone.low < together.value < alone.high < together.high
     assert ratio_of_means([2.0, 4.0], [1.0, 2.0]).low == 2.0, "paired"
     few = ratio_of_means([1.0, 2.0, 6.0], [1.0, 1.0, 1.0])
-    assert few.low < few.value < few.high, "three requests do not make a sure figure"
+    assert few.low < few.value < few.high, "three requests give a wide interval"
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
+def test_each_arm_caches_in_its_tiers(arm: str, tmp_path: Path) -> None:
     pool = made_pool(20, 97, seed=0)
     prompts = ReuseTraffic(pool, "mmlu", 2, "drawn", 0).prompts(12, 0)
     budget = budget_for(pool, prompts, 2)
@@ -222,7 +225,7 @@ def test_each_arm_keeps_what_it_should(arm: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arm", REUSE_RATIOS)
-def test_documents_in_another_order_are_found_anywhere(arm: str, tmp_path: Path) -> None:
+def test_reordered_documents_are_reused_anywhere(arm: str, tmp_path: Path) -> None:
     pool = made_pool(20, 97, seed=0)
     there, back = ((pool.system, *documents, (1, 2, 3)) for documents in (pool.documents[:3], pool.documents[2::-1]))
     budget = budget_for(pool, [there, back], 1)
@@ -238,9 +241,9 @@ def test_documents_in_another_order_are_found_anywhere(arm: str, tmp_path: Path)
     assert tokens[arm] == len(pool.system) + sum(map(len, pool.documents[:3])) - num_again
 
 
-def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown peers"):
-        run_reuse(ReuseOptions(peers=("nobody=python",)), tmp_path, shape=TINY)
+        run_reuse(ReuseOptions(peers=("other=python",)), tmp_path, shape=TINY)
     with pytest.raises(UsageError, match="unknown curves"):
         ReuseOptions(curves=("zipf",))
     with pytest.raises(UsageError, match="unknown arms tier; known are off, lru"):
@@ -259,7 +262,7 @@ def test_impossible_wishes_are_refused(tmp_path: Path) -> None:
 
 
 class Echo:
-    """Answers each prompt with one token in the step after it came."""
+    """Runtime that answers each prompt with one token in the next step."""
 
     def __init__(self) -> None:
         self.came: list[int] = []
@@ -274,7 +277,7 @@ class Echo:
         self.waiting.append(number)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
-        assert self.waiting, "asked for a step with nothing to do"
+        assert self.waiting, "a step was run without work"
         number = self.waiting.pop(0)
         return [(number, [0, 0, 0])], [number]
 
@@ -286,7 +289,7 @@ class Echo:
 
 
 @pytest.mark.parametrize("dues", [None, [0.0] * 5])
-def test_prompts_come_after_their_search_in_their_order(dues: list[float] | None, tmp_path: Path) -> None:
+def test_prompts_follow_their_search_in_order(dues: list[float] | None, tmp_path: Path) -> None:
     index = faiss.index_factory(8, "IVF2,Flat", faiss.METRIC_INNER_PRODUCT)
     vectors = np.random.default_rng(0).standard_normal((200, 8)).astype(np.float32)
     index.train(vectors)
@@ -301,7 +304,7 @@ def test_prompts_come_after_their_search_in_their_order(dues: list[float] | None
 
 
 @pytest.mark.slow  # starts processes that import torch
-def test_a_run(tmp_path: Path) -> None:
+def test_run_measures_every_arm_and_omits_a_broken_peer(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(f'{{"timestamp": {one * one}}}\n' for one in range(9)))
     options = dataclasses.replace(SMALL, num_vectors=LEAST_VECTORS, arrivals=trace, peers=(f"vllm={sys.executable}",))

@@ -1,4 +1,4 @@
-"""The simulated runtime against sums by hand, and every experiment at a tiny size."""
+"""Tests the simulated runtime against hand-computed values, and every experiment at a tiny size."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +22,13 @@ from stillroom_bench.quality.runtime import Shape
 
 TINY = SimulateOptions(num_requests=5, num_warm=4, num_documents=40)
 COSTS = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 100.0)})
-PLANT = HardwareModel(costs=COSTS, bytes_per_token=1, num_layers=2, device_bytes=320, max_model_len=300)
+HARDWARE = HardwareModel(costs=COSTS, bytes_per_token=1, num_layers=2, device_bytes=320, max_model_len=300)
 PROMPT = ((1,) * 16, (2,) * 64, (3,) * 32, (4,) * 8)
 
 
-def test_times_by_hand() -> None:
-    alone = SimulatedRuntime(PLANT, VLLM).ask([PROMPT, PROMPT])
-    kept = SimulatedRuntime(PLANT, SGLANG).ask([PROMPT, PROMPT], [0.0, 10.0])
+def test_simulated_times_equal_hand_computed_values() -> None:
+    alone = SimulatedRuntime(HARDWARE, VLLM).ask([PROMPT, PROMPT])
+    kept = SimulatedRuntime(HARDWARE, SGLANG).ask([PROMPT, PROMPT], [0.0, 10.0])
 
     assert alone.seconds == alone.response_seconds == pytest.approx([1 + 1.2] * 2)
     assert alone.wall_seconds == pytest.approx(4.4)
@@ -36,24 +36,23 @@ def test_times_by_hand() -> None:
     assert (kept.hit_rate, kept.num_kept_tokens, kept.num_tokens) == (0.5, 112, 240)
 
 
-def test_who_waits_waits_for_the_step() -> None:
-    """The second comes in the first one's step."""
-    outcome = SimulatedRuntime(PLANT, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
+def test_request_that_arrives_during_a_step_waits_for_its_end() -> None:
+    outcome = SimulatedRuntime(HARDWARE, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
 
     assert outcome.seconds == pytest.approx([2.2, 1.2 + 2.2])
 
 
-@pytest.mark.parametrize(("num_seats", "waited"), [(4, 2.0), (2, 1.0)])
-def test_who_waits_for_company_has_it_when_it_comes(num_seats: int, waited: float) -> None:
-    """Until the delay ends or the seats are taken; then both prompts are one step: T(0, 1), and 2 x 119 tokens more."""
-    plant = replace(PLANT, batch_delay_seconds=2.0, max_seqs=num_seats)
-    outcome = SimulatedRuntime(plant, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
+@pytest.mark.parametrize(("max_seqs", "waited"), [(4, 2.0), (2, 1.0)])
+def test_batch_delay_ends_when_its_time_is_up_or_the_batch_is_full(max_seqs: int, waited: float) -> None:
+    """Both prompts then run in one step, which takes T(0, 1) and 2 x 119 tokens more."""
+    hardware = replace(HARDWARE, batch_delay_seconds=2.0, max_seqs=max_seqs)
+    outcome = SimulatedRuntime(hardware, VLLM).ask([PROMPT, PROMPT], [0.0, 1.0])
 
     assert outcome.seconds == pytest.approx([waited + 3.39, waited - 1.0 + 3.39])
 
 
-def test_host_is_worth_its_link() -> None:
-    """Another prompt drives the first one out; it comes back as long as loading is faster than computing."""
+def test_kv_is_loaded_from_host_only_if_that_is_faster_than_computing() -> None:
+    """Another prompt evicts the first one from the device."""
     other = ((1,) * 16, *(((5,) * 96,) * 2), (6,) * 8)
     tiers = EnginePolicy(reuse=ReuseConfig(policy="lru", host_bytes=1000, disk_bytes=0))
     fast, slow = (
@@ -74,7 +73,7 @@ def test_host_is_worth_its_link() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experiment_fills_its_tables_and_is_deterministic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "RATES", (0.5, 2.0))
     monkeypatch.setattr(simulate, "TABLE_2", {"mmlu": {8: simulate.TABLE_2["mmlu"][8]}})
     options = SimulateOptions(
@@ -90,20 +89,20 @@ def test_experiments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_simulate(options).tables == result.tables
 
 
-def test_prompts_fit_the_model_whatever_k_is() -> None:
+def test_prompts_fit_the_model_for_every_k() -> None:
     for k in (1, 2, 5):
         case = ragcache_case("llama2-7b-a10g", "nq", k, TINY)
         assert isinstance(case.traffic, ReuseTraffic)
         longest = max(sum(map(len, prompt)) for prompt in case.traffic.prompts(20, 0))
-        assert longest + case.plant.max_tokens <= case.plant.max_model_len
+        assert longest + case.hardware.max_tokens <= case.hardware.max_model_len
 
 
-def test_unknown_experiment() -> None:
+def test_unknown_experiment_is_refused() -> None:
     with pytest.raises(UsageError, match="known are overall"):
         run_simulate(SimulateOptions(experiments=("figure 13",)))
 
 
-def test_validation_of_a_tiny_model(tmp_path: Path) -> None:
+def test_validation_compares_measured_and_simulated_times(tmp_path: Path) -> None:
     shape = Shape(97, 32, 48, 2, 4, 2, 8)
 
     result = run_validation(tmp_path, shape=shape, num_warm=2, num_requests=2, repeat=1)

@@ -1,4 +1,4 @@
-"""The bench of beginning early: a tiny model, a small index, every arm."""
+"""Tests `stillroom bench pipeline speculation` with a tiny model and a small index."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The structures' bench: the alternatives really do the same job, and the report has every group."""
+"""Tests `stillroom bench structures`: the alternatives do the same job, and the report has every group."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from stillroom_bench.experiments.structures import (
 
 
 @pytest.mark.parametrize("num_updates", [0, 3])
-def test_both_heaps_do_the_whole_job(num_updates: int) -> None:
+def test_both_heaps_run_all_operations(num_updates: int) -> None:
     operations = heap_operations(0, 2000, 50, num_updates)
     assert {what for what, _, _ in operations} == {"push", "pop", "remove"} | ({"update"} if num_updates else set())
     ours, theirs = drive_heap(IndexedHeap[int](), operations), drive_heap(LazyHeap(), operations)
@@ -24,7 +24,7 @@ def test_both_heaps_do_the_whole_job(num_updates: int) -> None:
     assert theirs["entries_held"] >= 50, "dead entries stay"
 
 
-def test_the_plain_lru_evicts_what_our_cache_with_an_lru_key_evicts() -> None:
+def test_plain_lru_and_token_cache_evict_the_same_keys() -> None:
     ours: TokenCache[int, bool] = TokenCache(20_000, lru)
     plain = PlainLru(20_000)
     for key, num_tokens in cache_requests(0, 3000):
@@ -35,7 +35,7 @@ def test_the_plain_lru_evicts_what_our_cache_with_an_lru_key_evicts() -> None:
         assert ours.total_tokens == plain.total
 
 
-def test_the_report_has_every_group_and_its_ratios() -> None:
+def test_report_has_every_group_and_its_ratios() -> None:
     result = run_structures(StructuresOptions(repeat=2, operations=300))
     groups = {arm.split("/")[0] for arm in result.samples.values}
     assert groups == {

@@ -1,4 +1,4 @@
-"""The bench of tiered lists at a tiny size: every arm, and that what is on disk is read from there."""
+"""Tests `stillroom bench tiered` at a tiny size."""
 
 from pathlib import Path
 
@@ -25,9 +25,9 @@ def test_every_arm_is_measured(tmp_path: Path) -> None:
     (rows,) = result.tables.values()
     shares = [float(str(row["accesses of the hottest 10 %"]).rstrip("%")) for row in rows]
     assert shares == [pytest.approx(40, abs=6), pytest.approx(80, abs=6)]
-    assert not list(tmp_path.iterdir()), "what was made for the run is gone"
+    assert not list(tmp_path.iterdir()), "temporary files are removed"
 
 
-def test_too_few_vectors(tmp_path: Path) -> None:
+def test_too_few_vectors_for_the_lists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too few"):
         run_tiered(TieredScope(size=1000, nlist=64), tmp_path)

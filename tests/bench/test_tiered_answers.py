@@ -1,4 +1,4 @@
-"""The bench of first tokens behind a divided index, at a tiny size; and the rule that chooses the divisions."""
+"""Tests `stillroom bench tiered --answers` at a tiny size, and the rule that chooses the divisions."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, meas
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.reuse_search import Asked
-from stillroom_bench.experiments.tiered_answers import Alone, AnswerScope, BatchedSearch, plan_for, run_answers
+from stillroom_bench.experiments.tiered_answers import AnswerScope, BatchedSearch, UnloadedModel, plan_for, run_answers
 from stillroom_bench.experiments.tiered_index import SkewedQuestions, made_lists
 from stillroom_bench.quality.runtime import Shape
 
@@ -37,7 +37,9 @@ def test_every_division_is_measured_with_and_without_the_dispatcher(tmp_path: Pa
     result = run_answers(SCOPE, asked, tmp_path, shape=SHAPE)
 
     arms = {f"{name}{end}" for name in ("all on disk", "all in RAM") for end in ("", ", batches end together")}
-    assert set(result.samples.values) == arms, "one target nothing meets, the other needs nothing in RAM"
+    assert set(result.samples.values) == arms, (
+        "the rule finds no division for one target, and needs nothing in RAM for the other"
+    )
     hard, easy = result.tables["Targets"]
     assert hard["lists in RAM"] == "" and hard["rule"].startswith("no hit rate: latency")
     assert easy["lists in RAM"] == "all on disk" and easy["within it, as planned"] == "100%"
@@ -47,17 +49,19 @@ def test_every_division_is_measured_with_and_without_the_dispatcher(tmp_path: Pa
     assert not list(tmp_path.glob("*.ivf"))
 
 
-def test_a_tighter_target_needs_no_fewer_lists_in_ram(profile: SearchProfile) -> None:
+def test_tighter_target_needs_at_least_as_many_lists_in_ram(profile: SearchProfile) -> None:
     rate = 0.5 / float(np.max(profile.model.times.scan_seconds))
     counts = []
     for slo in np.geomspace(1e-4, 1.0, 25).tolist():
-        plan = plan_for(1.0 + slo, Alone(1.0, rate), profile, SCOPE.nprobe)
+        plan = plan_for(1.0 + slo, UnloadedModel(1.0, rate), profile, SCOPE.nprobe)
         counts.append(SCOPE.nlist + 1 if plan.held is None else len(plan.held))
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
 
 
 @pytest.mark.parametrize("dispatches", [True, False])
-def test_all_that_wait_are_searched_as_one_batch(questions: SkewedQuestions, tmp_path: Path, dispatches: bool) -> None:
+def test_waiting_requests_are_searched_as_one_batch(
+    questions: SkewedQuestions, tmp_path: Path, dispatches: bool
+) -> None:
     tiers = TieredLists(write_bare_list_file(made_lists(SCOPE), tmp_path / "lists"), np.arange(20))
     asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
     for number in range(5):

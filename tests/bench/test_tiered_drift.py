@@ -1,4 +1,4 @@
-"""The bench of drift at a tiny size: who exchanges recovers, who does not does not."""
+"""Tests `stillroom bench tiered --drift` at a tiny size."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_drift import DriftScope, run_drift
 
 
-def test_exchanging_recovers_and_the_first_choice_does_not(tmp_path: Path) -> None:
+def test_exchanging_lists_recovers_the_hit_rate_and_the_initial_choice_does_not(tmp_path: Path) -> None:
     scope = TieredScope(size=8000, nlist=64, nprobe=2, repeat=1)
     drift = DriftScope(num_before=256, num_after=2048, window=64, drop_every=64, half_lives=(50.0,))
     result = run_drift(scope, drift, tmp_path)
@@ -22,4 +22,4 @@ def test_exchanging_recovers_and_the_first_choice_does_not(tmp_path: Path) -> No
     assert result.samples.of(staying, "recovery_queries") == [2048]
     (rows,) = result.tables.values()
     assert rows[0]["questions from"] == -64 and rows[-1]["questions from"] == 2048 - 64
-    assert not list(tmp_path.iterdir()), "what was made for the run is gone"
+    assert not list(tmp_path.iterdir()), "temporary files are removed"

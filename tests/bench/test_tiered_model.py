@@ -1,4 +1,4 @@
-"""Predicted beside measured throughput at a tiny size: every cell, and sums by hand."""
+"""Tests `stillroom bench tiered --predict` at a tiny size, and its summary."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_every_cell_is_predicted_and_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_summary_by_hand() -> None:
+def test_summary_equals_hand_computed_values() -> None:
     rows = [
         {"holds": holds, **{f"error, {name}": error for name in PREDICTORS}}
         for holds, error in (("yes", "+10.0%"), ("no", "-30.0%"), ("yes", "+4.0%"))
@@ -36,6 +36,6 @@ def test_the_summary_by_hand() -> None:
     assert (first["cells in the interval"], summary(rows)[2]["cells in the interval"]) == ("67%", "")
 
 
-def test_too_few_vectors(tmp_path: Path) -> None:
+def test_too_few_vectors_for_the_lists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too few"):
         run_prediction(TieredScope(size=1000, nlist=64), tmp_path)

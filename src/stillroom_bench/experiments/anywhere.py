@@ -1,8 +1,8 @@
 """`stillroom bench anywhere`: time to first token when chunks are reused in another order (Cache-Craft 5.4).
 
-Prompts of the same few chunks in ever new orders, through the product's engine: in full, and with chunks placed from
-device, host and disk at several recompute ratios. Then many shuffled questions over more chunks than a prompt has, to
-see whether the gain lasts. A peer gets the same weights and prompts. How to read it: docs/chunk-reuse.md
+Stillroom's engine answers prompts of the same chunks in changing orders: with a full prefill, and with chunks placed
+from device, host and disk at several recompute ratios. Many shuffled questions over more chunks than fit in a prompt
+then show whether the gain lasts. A peer gets the same weights and prompts. How to read it: docs/chunk-reuse.md
 """
 
 import tempfile
@@ -22,17 +22,20 @@ from stillroom.errors import UsageError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom_bench.experiments.anywhere_house import (
+from stillroom_bench.experiments.anywhere_engine import (
+    Answers,
+    Ask,
     EngineFixture,
-    build_house,
+    PromptReply,
+    agreement,
+    build_fixture,
+    cache_in_other_context,
     chunk,
-    keep_elsewhere,
     question,
     shuffled_prompt,
     system,
 )
 from stillroom_bench.experiments.anywhere_peer import Peer
-from stillroom_bench.experiments.anywhere_replies import Answers, Ask, PromptReply, agreement
 from stillroom_bench.experiments.experiment_options import AnywhereScope
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
@@ -50,14 +53,14 @@ def run_anywhere(
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where the checkpoint is kept between runs; KV is written beside it for a while.
-        shape: of the model, random weights; None for 135 million parameters.
+        work_dir: folder that keeps the checkpoint between runs, and KV during a run.
+        shape: shape of the model with random weights; None: 135 million parameters.
 
     Raises:
-        UsageError: a peer is unknown, or cannot keep chunks of this length.
+        UsageError: a peer is unknown, or does not support chunks of this length.
     """
     started = [Peer(name, python, work_dir, scope.chunk_tokens) for name, python in named_pythons(scope.peers).items()]
     shape, environment = shape or Shape(), record_environment()
@@ -66,13 +69,13 @@ def run_anywhere(
     start_with = [str(folder), scope.dtype, str(environment.num_threads)]
     answers, tables, notes, full_of = Answers(), {}, list[str](), dict[str, str]()
     with ExitStack() as stack:
-        houses = stack.enter_context(_houses(decoder, scope, work_dir))
-        arms = [Arm(FULL, _run(houses[FULL], scope, answers, FULL, None))]
+        fixtures = stack.enter_context(_fixtures(decoder, scope, work_dir))
+        arms = [Arm(FULL, _run(fixtures[FULL], scope, answers, FULL, None))]
         for tier in Tier:
             for ratio in scope.ratios:
                 name = f"from {tier.label}, {share_name(ratio)} computed again"
                 options = AnywhereOptions(ratio, "question")
-                arms.append(Arm(name, _run(houses[tier.label], scope, answers, name, options, tier)))
+                arms.append(Arm(name, _run(fixtures[tier.label], scope, answers, name, options, tier)))
                 full_of[name] = FULL
         for peer in started:
             on_progress(f"loading {peer.name}")
@@ -82,7 +85,7 @@ def run_anywhere(
                 notes.append(f"{peer.name}: left out, {error}")
                 continue
             stack.callback(peer.close)
-            keep_elsewhere(scope, peer.ask)
+            cache_in_other_context(scope, peer.ask)
             full_name = f"{peer.name}, {FULL}"
             arms += [Arm(full_name, _run_peer(peer.ask_in_full, scope, answers, full_name))]
             arms += [Arm(peer.name, _run_peer(peer.ask, scope, answers, peer.name))]
@@ -119,27 +122,27 @@ def run_anywhere(
 
 
 @contextmanager
-def _houses(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> Iterator[dict[str, EngineFixture]]:
-    """One for each tier that chunks come from, each with the chunks there, and one that keeps nothing."""
+def _fixtures(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> Iterator[dict[str, EngineFixture]]:
+    """Yield an engine per tier whose chunks are cached there, and an engine without reuse."""
     room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
         anywhere = ReuseConfig(mode="anywhere", audit_share=0.0, load="always")
-        houses = {
-            FULL: build_house(decoder, scope, ReuseConfig(mode="off"), None, room),
-            Tier.DEVICE.label: build_house(decoder, scope, anywhere, None, room),
-            Tier.HOST.label: build_house(decoder, scope, anywhere, None, room),
-            Tier.DISK.label: build_house(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
+        fixtures = {
+            FULL: build_fixture(decoder, scope, ReuseConfig(mode="off"), None, room),
+            Tier.DEVICE.label: build_fixture(decoder, scope, anywhere, None, room),
+            Tier.HOST.label: build_fixture(decoder, scope, anywhere, None, room),
+            Tier.DISK.label: build_fixture(decoder, scope, replace(anywhere, host_bytes=0), Path(scratch), room),
         }
-        for house in houses.values():
-            house.allow(None)
-            keep_elsewhere(scope, house.ask)
-        yield houses
-        for house in houses.values():
-            house.cache.close()
+        for fixture in fixtures.values():
+            fixture.allow(None)
+            cache_in_other_context(scope, fixture.ask)
+        yield fixtures
+        for fixture in fixtures.values():
+            fixture.cache.close()
 
 
 def _run(
-    house: EngineFixture,
+    fixture: EngineFixture,
     scope: AnywhereScope,
     answers: Answers,
     name: str,
@@ -147,10 +150,10 @@ def _run(
     tier: Tier | None = None,
 ) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
-        house.allow(options)
+        fixture.allow(options)
         if tier not in (None, Tier.DEVICE):
-            house.leave_device()
-        reply = house.ask(shuffled_prompt(scope, repetition))
+            fixture.evict_from_device()
+        reply = fixture.ask(shuffled_prompt(scope, repetition))
         assert reply.sources == {tier}, f"chunks came from {reply.sources}, not from {tier}"
         answers.add(name, repetition, reply)
         return {"ttft_seconds": reply.seconds, "recomputed_tokens": reply.num_recomputed}
@@ -168,39 +171,39 @@ def _run_peer(ask: Ask, scope: AnywhereScope, answers: Answers, name: str) -> Ca
 
 
 def _bytes_of_all_prompts(decoder: Decoder, scope: AnywhereScope) -> int:
-    """KV of all that a peer is asked before shuffled questions: it keeps a chunk once for each beginning before it."""
+    """Return the KV bytes of a peer's prompts before the shuffled questions; it caches a chunk once per prefix."""
     num_prompts = scope.num_chunks + 1 + scope.repeat
     return num_prompts * scope.prompt_tokens * kv_shape(decoder).bytes_per_token
 
 
 def _lasting_bytes(decoder: Decoder, scope: AnywhereScope) -> int:
-    """KV of all documents, each once."""
+    """Return the KV bytes of all documents, each counted once."""
     return scope.num_documents * scope.chunk_tokens * kv_shape(decoder).bytes_per_token
 
 
 def _lasting(decoder: Decoder, scope: AnywhereScope, work_dir: Path) -> list[dict[str, Any]]:
-    """Each question draws its chunks anew; device, host and disk together hold each chunk about twice."""
+    """Measure questions over randomly drawn chunks; device, host and disk together hold each chunk about twice."""
     total = _lasting_bytes(decoder, scope)
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
         reuse = ReuseConfig(mode="anywhere", audit_share=0.0, host_bytes=total, disk_bytes=total)
-        house = build_house(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
-        off = build_house(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
+        fixture = build_fixture(decoder, scope, reuse, Path(scratch), 4 * scope.prompt_tokens + 600)
+        off = build_fixture(decoder, scope, ReuseConfig(mode="off"), None, 2 * scope.prompt_tokens)
 
-        def ask_and_tend(segments: Sequence[Segment]) -> PromptReply:
-            reply = house.ask(segments)
-            while house.engine.do_idle_work():  # as between requests
+        def ask_and_do_idle_work(segments: Sequence[Segment]) -> PromptReply:
+            reply = fixture.ask(segments)
+            while fixture.engine.do_idle_work():  # as an idle server does between requests
                 pass
             return reply
 
-        rows = _shuffled(scope, ask_and_tend, off.ask)
-        house.cache.close()
+        rows = _shuffled(scope, ask_and_do_idle_work, off.ask)
+        fixture.cache.close()
     return rows
 
 
 def _shuffled(
     scope: AnywhereScope, ask: Ask, ask_in_full: Ask, kept: str = "tokens not computed"
 ) -> list[dict[str, Any]]:
-    """A row for each hundred questions; every tenth is asked in full too."""
+    """Return a row per hundred questions; every tenth question also runs with a full prefill."""
     rng = np.random.default_rng(scope.seed)
     rows: list[dict[str, Any]] = []
     found: list[PromptReply] = []

@@ -1,4 +1,4 @@
-"""Another runtime beside ours in `stillroom bench anywhere`, in a process of its own (`anywhere_worker.py`)."""
+"""Client of a peer runtime of `stillroom bench anywhere`, which runs in its own process (`anywhere_worker.py`)."""
 
 import json
 import math
@@ -7,33 +7,34 @@ from pathlib import Path
 
 from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
-from stillroom_bench.experiments.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, PromptReply
+from stillroom_bench.experiments.anywhere_engine import ANSWER_TOKENS, PromptReply
 from stillroom_bench.experiments.anywhere_worker import PEERS
+from stillroom_bench.experiments.options import SYSTEM_TOKENS
 from stillroom_bench.instrument.worker import WorkerProcess
 
 _WORKER = Path(__file__).parent / "anywhere_worker.py"
 _LEAST_PIECE = 32
-"""Tokens; KVBoost keeps nothing smaller."""
+"""Minimum piece length of KVBoost in tokens."""
 
 
 class Peer:
-    """Another runtime in a process of its own."""
+    """A peer runtime in its own process."""
 
     def __init__(self, name: str, python: str, work_dir: Path, chunk_tokens: int) -> None:
         """
         Args:
-            python: that has it installed.
+            python: Python executable that has the runtime installed.
 
         Raises:
-            UsageError: it is unknown, or cannot keep chunks of this length.
+            UsageError: the peer is unknown, or does not support chunks of this length.
         """
         if name not in PEERS:
             raise UsageError(f"unknown peer {name}; known are {', '.join(PEERS)}")
         self._piece_tokens = math.gcd(SYSTEM_TOKENS, chunk_tokens)
         if self._piece_tokens < _LEAST_PIECE:
             raise UsageError(
-                f"{name} keeps pieces of one length, at least {_LEAST_PIECE} tokens; "
-                f"with it --chunk-tokens must be a multiple of {_LEAST_PIECE}"
+                f"{name} caches pieces of one length of at least {_LEAST_PIECE} tokens; "
+                f"--chunk-tokens must be a multiple of {_LEAST_PIECE}"
             )
         self.name = name
         self._command = [python, str(_WORKER), name]
@@ -43,10 +44,10 @@ class Peer:
     def start(self, model: Sequence[str], cache_bytes: int) -> None:
         """
         Args:
-            model: the checkpoint's folder, its dtype, and how many threads compute.
+            model: folder of the checkpoint, dtype, and number of threads.
 
         Raises:
-            UsageError: it does not start.
+            UsageError: the process does not start.
         """
         settings = {"cache_bytes": cache_bytes, "piece_tokens": self._piece_tokens}
         self._process = WorkerProcess(self.name, [*self._command, *model, json.dumps(settings)], self._log)

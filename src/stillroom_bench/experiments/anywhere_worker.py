@@ -1,7 +1,7 @@
-"""A runtime beside ours in `stillroom bench anywhere`, in a process of its own: answers JSON lines on standard input.
+"""Worker process of a peer runtime of `stillroom bench anywhere`: answers JSON lines on standard input.
 
-Runs as a script under the Python that has the runtime installed, imports nothing of Stillroom, and of the runtime only
-its public interface.
+Runs as a script under the Python that has the runtime installed. It imports nothing of Stillroom, and uses the
+runtime's public interface.
 
     python anywhere_worker.py kvboost MODEL_FOLDER bfloat16|float32 NUM_THREADS SETTINGS_JSON
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Numbers:
-    """In the place of a tokenizer: a text is the numbers of its tokens. It has no end token."""
+    """A tokenizer whose texts are token ids written as numbers, without an end token."""
 
     eos_token_id = None
     pad_token_id = 0
@@ -29,7 +29,7 @@ class Numbers:
 
 
 class KvBoost:
-    """Chunk KV reuse on transformers, with its default recompute strategy."""
+    """KVBoost: chunk KV reuse on transformers, with its default recompute strategy."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int, settings: dict[str, int]) -> None:
         import kvboost
@@ -50,13 +50,14 @@ class KvBoost:
         )
 
     def ask(self, prompt: list[int], num_keepable: int, num_tokens: int, reuses: bool) -> dict[str, Any]:
-        """
+        """Answer a prompt.
+
         Args:
-            num_keepable: tokens of the prompt before the question, which alone are worth keeping.
+            num_keepable: prompt tokens before the question; only these are cached.
 
         Returns:
-            `seconds` to the first token, `call_seconds` of the whole call, which computes what it keeps before it
-            returns, the answer's `token_ids`, and of how many tokens it had kept the KV (`num_cached`).
+            `seconds` to the first token; `call_seconds` of the call, which includes computing the KV to cache;
+            `token_ids` of the answer; `num_cached`, the number of tokens whose KV was cached before.
         """
         arrived: list[float] = []
         mode = self.modes.CHUNK_KV_REUSE if reuses else self.modes.BASELINE
@@ -77,9 +78,9 @@ class KvBoost:
 
 
 def serve(name: str, folder: Path, dtype: str, num_threads: int, settings: dict[str, int]) -> None:
-    """Load, say so, then answer until the input ends."""
+    """Load the runtime, report the load time, then answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the answers
+    os.dup2(2, 1)  # redirects the output of libraries, which would break the JSON lines
     began = time.perf_counter()
     runtime = PEERS[name](folder, dtype, num_threads, settings)
     print(json.dumps({"load_seconds": time.perf_counter() - began}), file=answers, flush=True)

@@ -1,9 +1,9 @@
-"""`stillroom bench convergence`: how early a search in stages shows what it will end with (RAGCache 5.3), and what the
-stages cost.
+"""`stillroom bench convergence`: after which stage the documents of a staged search are final (RAGCache 5.3), and the
+cost of stages.
 
-A list is early at a stage if from there on its first documents, in their order, are those of the plain search. Corpora,
-indexes and questions are those of `bench index`; whole searches run over the real documents alone, for only they have
-words that belong to the questions.
+A list is final at a stage if its first documents, in order, no longer change. Corpora, indexes and questions are those
+of `bench index`. Hybrid searches run over the real documents only, because generated ones share no meaningful words
+with the questions.
 """
 
 import tempfile
@@ -34,10 +34,10 @@ from stillroom_bench.quality.index_whole import PreparedEmbedder, corpus_of
 from stillroom_bench.quality.search_arms import Vectors, latency_metrics, timed
 
 FIRST = (1, 3, 5)
-"""Documents at the head of a list that are looked at: as many as a prompt holds."""
+"""Lengths of the head of a list that is compared: as many documents as a prompt holds."""
 
 _DEPTH = 50
-"""Results asked for: `search.num_candidates` by default."""
+"""Results per search: the default of `search.num_candidates`."""
 _TOP_K = 5
 _NUM_QUESTIONS = 500
 _NUM_TIMED = 300
@@ -46,7 +46,7 @@ _KINDS = {
     "hnsw": IndexConfig(kind="hnsw", m=16, ef_construction=100, ef_search=100),
     "ivf_pq": IndexConfig(kind="ivf_pq", nbits=6, nprobe=32),
 }
-"""6 bits: 8 need ten thousand vectors to train on."""
+"""6 bits per code, because 8 need ten thousand training vectors."""
 
 Row = dict[str, Any]
 Ids = list[int]
@@ -55,10 +55,10 @@ Ids = list[int]
 def run_convergence(
     options: ConvergenceOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where embeddings are kept between runs.
+        work_dir: folder that keeps embeddings between runs.
 
     Raises:
         UsageError: a data set is missing or empty.
@@ -100,7 +100,7 @@ def run_convergence(
 
 
 def first_final(lists: Sequence[Ids], first: int) -> int:
-    """The number of the list, from 1, from which on the head of `first` ids stays what it is in the last."""
+    """Return the 1-based number of the list from which on the first `first` ids equal those of the last list."""
     num = len(lists)
     while num > 1 and lists[num - 2][:first] == lists[-1][:first]:
         num -= 1
@@ -108,7 +108,7 @@ def first_final(lists: Sequence[Ids], first: int) -> int:
 
 
 def _rows(index: str, searches: Sequence[tuple[Sequence[Ids], Ids]], num_stages: int) -> list[Row]:
-    """One line for each head: how early it is final."""
+    """Return one row per head length: how early it is final."""
     exact = float(np.mean([lists[-1] == plain for lists, plain in searches]))
     rows = []
     for first in FIRST:
@@ -176,7 +176,7 @@ def _chunks(real: RealData) -> Iterator[Chunk]:
 
 
 def _arms(indexes: dict[str, VectorIndex], queries: Vectors, num_stages: int) -> list[Arm]:
-    """Each index searched at once and in stages; the graph also by our walk without a pause."""
+    """Return arms that search each index unstaged and staged; for HNSW also Stillroom's graph walk without pauses."""
     arms = []
     for kind, index in indexes.items():
 
@@ -200,7 +200,7 @@ def _arm(name: str, search: Callable[[Vectors], Any], queries: Vectors) -> Arm:
 
 
 def _walker(index: HnswIndex) -> Callable[[Vectors], Any]:
-    """The whole walk as a search; ids are rows here."""
+    """Return a search that runs the complete graph walk; ids equal rows here."""
     graph = index.walkable_graph()
     ef_search = _KINDS["hnsw"].ef_search
 

@@ -1,4 +1,4 @@
-"""Options of the papers' experiments. Imports nothing heavy: the flags of `stillroom bench` are made from these."""
+"""Option classes of the papers' experiments. Imports nothing heavy, because flags are generated from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +20,27 @@ from stillroom_bench.instrument.option_flags import (
 from stillroom_bench.loads.popularity import CURVES, Companions
 
 SYSTEM_TOKENS = 32
-"""Of the system prompt of `bench anywhere` and `bench preloading`."""
+"""Tokens of the system prompt of `bench anywhere` and `bench preloading`."""
 EXPERIMENTS = "overall, top-k, large-models, policies, reordering, speculation, scheduling or cache-craft"
 OFF = "off"
 DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
-"""Nothing is kept; on the device only, the least recently used leaves (what prefix caching gives); device, host and
-disk, under RAGCache's policy and under ours, which is the default."""
+"""No reuse; LRU on the device only, as in prefix caching; device, host and disk with RAGCache's eviction policy; the
+same with Stillroom's default policy."""
 REUSE_RATIOS = {"anywhere 15%": 0.15, "anywhere 30%": 0.3}
-"""As `tiers`, and documents are reused wherever they stand, with this share of their tokens computed again."""
+"""Like `tiers`, with reuse at any position; the value is the share of reused tokens that is recomputed."""
 CACHE_FIRST = "cache first"
-"""As `tiers`, with RAGCache's order of admission (5.2)."""
+"""Like `tiers`, with RAGCache's admission order (5.2)."""
 ARMS = (*DEFAULT_ARMS, CACHE_FIRST, *REUSE_RATIOS)
 LEAST_VECTORS = 20_000
-"""Of the index that `stillroom bench reuse --search` makes."""
+"""Minimum size of the index of `stillroom bench reuse --search`."""
 SHARES = (0.125, 0.25, 0.5, 1.0)
-"""Of the lists that a search reads, as in RAGCache's Figure 19."""
+"""Shares of the lists that a search probes, as in RAGCache's Figure 19."""
 _FRESH = "Runs, each with fresh caches."
 
 
 @dataclass(frozen=True, slots=True)
 class StructuresOptions:
-    """Of `stillroom bench structures`."""
+    """Options of `stillroom bench structures`."""
 
     repeat: int = repeat_flag(10)
     seed: int = seed_flag()
@@ -49,21 +49,21 @@ class StructuresOptions:
 
 @dataclass(frozen=True, slots=True)
 class PoliciesScope:
-    """Of `stillroom bench policies`."""
+    """Options of `stillroom bench policies`."""
 
     data: Path | None = flag(None, "A folder with traces/.", path="folder")
-    num_asks: int = flag(1500, "Requests of a workload, at most.", "--requests", min=10)
+    num_asks: int = flag(1500, "Maximum number of requests of a workload.", "--requests", min=10)
     top_ks: tuple[int, ...] = flag((1, 2, 3, 5), "Documents of a request.", "--top-k", metavar="K", min=1)
     capacities: tuple[float, ...] = flag(
         (0.02, 0.05, 0.1, 0.2, 0.4), "Share of all KV that fits.", "--capacity", min=0.001, max=1.0
     )
-    repeat: int = repeat_flag(1, "Seeds of the made workloads.")
+    repeat: int = repeat_flag(1, "Number of seeds of the generated workloads.")
     seed: int = seed_flag()
 
 
 @dataclass(frozen=True, slots=True)
 class ConvergenceOptions:
-    """Of `stillroom bench convergence`."""
+    """Options of `stillroom bench convergence`."""
 
     datasets: tuple[Path, ...] = datasets_flag()
     size: int = flag(20_000, "Vectors in the dense indexes.", min=100)
@@ -74,15 +74,15 @@ class ConvergenceOptions:
 
 @dataclass(frozen=True, slots=True)
 class AnywhereScope:
-    """Of `stillroom bench anywhere`, and of `stillroom bench preloading` with one ratio."""
+    """Options of `stillroom bench anywhere`, and of `stillroom bench preloading` with one ratio."""
 
     ratios: tuple[float, ...] = flag(
         (0.0, 0.15, 0.3), "Share of tokens that is recomputed.", "--ratio", min=0.0, max=1.0
     )
     num_chunks: int = flag(5, "Documents in a prompt.", "--chunks", min=2)
     chunk_tokens: int = flag(200, "Tokens of each document.", min=1)
-    num_lasting: int = flag(0, "Shuffled questions; 0: none.", "--lasting", min=0)
-    num_documents: int = flag(300, "Documents that shuffled questions are over.", "--documents", min=2)
+    num_lasting: int = flag(0, "Number of shuffled questions; 0 omits them.", "--lasting", min=0)
+    num_documents: int = flag(300, "Documents that shuffled questions draw from.", "--documents", min=2)
     peers: tuple[str, ...] = peers_flag("kvboost")
     repeat: int = repeat_flag(10)
     seed: int = seed_flag()
@@ -90,7 +90,11 @@ class AnywhereScope:
     dtype: Dtype = "bfloat16"
 
     def __post_init__(self) -> None:
-        """Raises UsageError where there are fewer documents than a shuffled question has, or a peer has no Python."""
+        """Check the options.
+
+        Raises:
+            UsageError: a shuffled question needs more documents than there are, or a peer has no Python.
+        """
         named_pythons(self.peers)
         if self.num_lasting and self.num_documents < self.num_chunks:
             raise UsageError(
@@ -104,7 +108,7 @@ class AnywhereScope:
 
 @dataclass(frozen=True, slots=True)
 class PreloadingOptions:
-    """Of `stillroom bench preloading`."""
+    """Options of `stillroom bench preloading`."""
 
     ratio: float = flag(0.15, "Share of tokens that is recomputed.", min=0.0, max=1.0)
     num_chunks: int = flag(5, "Documents in a prompt.", "--chunks", min=2)
@@ -113,100 +117,105 @@ class PreloadingOptions:
     seed: int = seed_flag()
 
     def scope(self) -> AnywhereScope:
-        """Return the same prompts as of `bench anywhere`."""
+        """Return options that give the same prompts as `bench anywhere`."""
         return AnywhereScope((self.ratio,), self.num_chunks, self.chunk_tokens, repeat=self.repeat, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationScope:
-    """Of `stillroom bench pipeline speculation`."""
+    """Options of `stillroom bench pipeline speculation`."""
 
     datasets: tuple[Path, ...] = datasets_flag()
     size: int = flag(500_000, "Vectors in the index.", min=10_000)
     num_questions: int = flag(32, "Questions per run of an arm.", "--questions", min=1)
-    shares: tuple[float, ...] = flag(SHARES, "Share of the lists that is searched.", "--share", min=0.001, max=1.0)
+    shares: tuple[float, ...] = flag(SHARES, "Share of the lists that is probed.", "--share", min=0.001, max=1.0)
     num_clients: tuple[int, ...] = flag(
-        (1, 4), "Questions at the same time; more than one only with half of the lists.", "--clients", min=1
+        (1, 4), "Concurrent questions; more than one only with half of the lists probed.", "--clients", min=1
     )
     num_stages: int = flag(4, "Stages of a search.", "--stages", min=2)
     repeat: int = repeat_flag(5)
     seed: int = seed_flag()
     nbits: int = 8
-    """Of the index's codes; 8 need ten thousand vectors to train on."""
+    """Bits of the index's codes; 8 need ten thousand training vectors."""
     zipf: float = 0.8
-    """How much more often popular questions are asked."""
+    """Zipf exponent of the questions' popularity."""
     one_thread: bool = True
-    """Also measure with one thread less for the model, which leaves a core to the search."""
+    """Whether to also measure with one thread less for the model, which leaves a core to the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderingOptions:
-    """Of `stillroom bench pipeline reordering`."""
+    """Options of `stillroom bench pipeline reordering`."""
 
     dataset: Path | None = dataset_flag()
     model: Path | None = model_flag()
-    curve: str = flag("mmlu", "How unequally documents are asked for.", metavar="mmlu|nq")
+    curve: str = flag("mmlu", "Popularity curve of the documents.", metavar="mmlu|nq")
     k: int = flag(2, "Documents in a prompt.", min=1)
     companions: Companions = companions_flag("drawn")
-    loads: tuple[float, ...] = flag((1.5,), "Request rate, times what the order of arrival manages.", "--load")
+    loads: tuple[float, ...] = flag(
+        (1.5,), "Request rate, as a multiple of the throughput in order of arrival.", "--load"
+    )
     windows: tuple[int, ...] = flag(
-        (1, 8, 32, 128), "Later requests that may be admitted before one that waits.", "--window", min=0
+        (1, 8, 32, 128),
+        "Starvation window: later requests that may be admitted before a waiting one.",
+        "--window",
+        min=0,
     )
     num_requests: int = flag(150, "Requests in a run.", "--requests", min=1)
-    num_warm: int = flag(40, "Requests before they count.", "--warmup", min=1)
-    num_documents: int = flag(100, "Most documents.", "--documents", min=1)
+    num_warm: int = flag(40, "Warm-up requests, which are not measured.", "--warmup", min=1)
+    num_documents: int = flag(100, "Maximum number of documents.", "--documents", min=1)
     device_share: float = flag(
-        0.02, "Share of all documents' KV that fits on the device beside what running requests need.", min=0.0
+        0.02, "Share of all documents' KV that fits on the device in addition to running requests.", min=0.0
     )
     host_share: float = flag(0.0, "Share of all documents' KV that fits on the host.", min=0.0)
     repeat: int = repeat_flag(3, _FRESH)
     seed: int = seed_flag()
 
     def __post_init__(self) -> None:
-        """Raises UsageError where a value is not possible."""
+        """Check the options; raises UsageError if a value is invalid."""
         _check_traffic((self.curve,), self.companions)
         if not self.loads or min(self.loads) <= 0:
-            raise UsageError("loads are positive numbers, times what the order of arrival manages")
+            raise UsageError(f"loads {self.loads} must be positive multiples of the throughput; see --load")
         if not self.windows or min(self.windows) < 0:
-            raise UsageError("windows are numbers of later requests that may go first, 0 or more")
+            raise UsageError(f"windows {self.windows} must be 0 or more requests; see --window")
         if min(self.device_share, self.host_share) < 0:
-            raise UsageError("shares of the documents' KV are not negative")
+            raise UsageError("--device-share and --host-share must not be negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseOptions:
-    """Of `stillroom bench reuse`."""
+    """Options of `stillroom bench reuse`."""
 
     dataset: Path | None = dataset_flag()
     model: Path | None = model_flag()
-    curves: tuple[str, ...] = flag(("mmlu",), "How unequally documents are asked for.", "--curve", metavar="mmlu|nq")
+    curves: tuple[str, ...] = flag(("mmlu",), "Popularity curve of the documents.", "--curve", metavar="mmlu|nq")
     ks: tuple[int, ...] = flag((2,), "Documents in a prompt.", "--k", min=1)
     rates: tuple[float, ...] = flag(
-        (0.3, 0.6, 0.9, 1.3, 2.0, 3.0), "Request rate, times what `off` serves one after the other.", "--rate"
+        (0.3, 0.6, 0.9, 1.3, 2.0, 3.0), "Request rate, as a multiple of the sequential throughput of `off`.", "--rate"
     )
     num_requests: int = flag(25, "Requests at each rate.", "--requests", min=1)
-    num_warm: int = flag(80, "Requests before they count, one after the other.", "--warmup", min=1)
-    num_documents: int = flag(300, "Most documents.", "--documents", min=1)
+    num_warm: int = flag(80, "Sequential warm-up requests, which are not measured.", "--warmup", min=1)
+    num_documents: int = flag(300, "Maximum number of documents.", "--documents", min=1)
     companions: Companions = companions_flag("drawn")
     max_tokens: int = flag(1, "Tokens of an answer.", min=1)
     num_vectors: int = flag(
         0,
-        "Search a FAISS index of so many made vectors before each prompt, in every runtime; peers need faiss-cpu, too. "
-        "0: no search.",
+        "Search a FAISS index of this many generated vectors before each prompt, in every runtime; peers also need "
+        "faiss-cpu. 0: no search.",
         "--search",
         metavar="VECTORS",
         min=0,
     )
     arrivals: Path | None = flag(
         None,
-        "A trace to take the moments of requests from, at the given rates: Azure's .csv or Mooncake's .jsonl; without "
-        "it, a Poisson process.",
+        "Trace of arrival times, scaled to the given rates: Azure's .csv or Mooncake's .jsonl; without it, a Poisson "
+        "process.",
         path="file",
     )
-    slo_ttft: float = flag(1.0, "Goodput counts requests whose first token comes within it.", metavar="SECONDS")
+    slo_ttft: float = flag(1.0, "Target of time to first token; goodput counts requests within it.", metavar="SECONDS")
     arms: tuple[str, ...] = flag(
         DEFAULT_ARMS,
-        "off (always needed), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'.",
+        "off (required), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'.",
         "--arm",
         metavar="NAME",
     )
@@ -215,55 +224,55 @@ class ReuseOptions:
     seed: int = seed_flag()
 
     def __post_init__(self) -> None:
-        """Raises UsageError where a value is not possible."""
+        """Check the options; raises UsageError if a value is invalid."""
         _check_traffic(self.curves, self.companions)
         named_pythons(self.peers)
         if not self.rates or min(self.rates) <= 0:
-            raise UsageError("rates are positive numbers, times what is served without reuse")
+            raise UsageError(f"rates {self.rates} must be positive multiples of the throughput; see --rate")
         if unknown := set(self.arms) - set(ARMS):
             raise UsageError(f"unknown arms {', '.join(sorted(unknown))}; known are {', '.join(ARMS)}")
         if OFF not in self.arms:
-            raise UsageError(f"rates are multiples of what `{OFF}` serves; add --arm {OFF}")
+            raise UsageError(f"rates are multiples of the throughput of `{OFF}`; add --arm {OFF}")
         if 0 < self.num_vectors < LEAST_VECTORS:
-            raise UsageError(f"--search {self.num_vectors:,} is too small an index; take {LEAST_VECTORS:,} or more")
+            raise UsageError(f"--search {self.num_vectors:,} is too small; give {LEAST_VECTORS:,} vectors or more")
         if self.slo_ttft <= 0:
-            raise UsageError("--slo-ttft is a positive number of seconds")
+            raise UsageError(f"--slo-ttft {self.slo_ttft:g} must be a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Of `stillroom bench simulate`."""
+    """Options of `stillroom bench simulate`."""
 
-    experiments: tuple[str, ...] = flag((), f"{EXPERIMENTS}; without it, all of them.", "--experiment", metavar="NAME")
-    validate: bool = flag(False, "Compare the simulation with the runtime on this machine, and nothing else.")
+    experiments: tuple[str, ...] = flag((), f"{EXPERIMENTS}; default: all.", "--experiment", metavar="NAME")
+    validate: bool = flag(False, "Only compare the simulation with the runtime on this machine.")
     num_requests: int = flag(500, "Requests at each rate.", "--requests", min=1)
-    num_warm: int = flag(1000, "Requests before they count.", "--warmup", min=1)
-    num_documents: int = flag(1500, "Documents asked for.", "--documents", min=1)
+    num_warm: int = flag(1000, "Warm-up requests, which are not measured.", "--warmup", min=1)
+    num_documents: int = flag(1500, "Number of documents.", "--documents", min=1)
     companions: Companions = companions_flag("fixed")
     seed: int = seed_flag()
 
 
 @dataclass(frozen=True, slots=True)
 class TieredScope:
-    """Of `stillroom bench tiered`: its sizes, which of its benchmarks runs, and with what."""
+    """Options of `stillroom bench tiered`: sizes, and which of its benchmarks runs."""
 
-    size: int = flag(2_000_000, "Vectors, of 384 dimensions.", min=1000)
+    size: int = flag(2_000_000, "Vectors of 384 dimensions.", min=1000)
     nlist: int = flag(4096, "Inverted lists.", "--lists", min=16)
-    nprobe: int = flag(64, "Lists that a search reads.", "--probes", min=1)
+    nprobe: int = flag(64, "Lists that a search probes.", "--probes", min=1)
     shares: tuple[float, ...] = flag((0.1, 0.2, 0.3), "Share of the lists in RAM.", "--share", min=0.01, max=0.99)
-    batch_sizes: tuple[int, ...] = flag((1, 4, 16), "Questions at a time.", "--batch", min=1)
-    drift: bool = flag(False, "Shift the topics instead.")
+    batch_sizes: tuple[int, ...] = flag((1, 4, 16), "Questions per batch.", "--batch", min=1)
+    drift: bool = flag(False, "Instead, measure how the index adapts when the popular topics change.")
     half_lives: tuple[float, ...] = flag(
-        (), "With --drift: questions after which an access counts half.", "--half-life", metavar="N", min=1
+        (), "With --drift: questions after which the weight of an access halves.", "--half-life", metavar="N", min=1
     )
-    predict: bool = flag(False, "Predicted beside measured throughput, and nothing else.")
+    predict: bool = flag(False, "Instead, compare predicted with measured throughput.")
     answers: bool = flag(
-        False, "Times to first token with a model of 135 million parameters behind the search, for several targets."
+        False, "Instead, measure times to first token with a model of 135 million parameters, for several targets."
     )
     repeat: int = repeat_flag(5)
     seed: int = seed_flag()
     num_batches: int = 16
-    """Of one run of an arm, at most; fewer of large ones."""
+    """Maximum number of batches of one run of an arm; large batches run fewer times."""
 
 
 def _check_traffic(curves: tuple[str, ...], companions: str) -> None:

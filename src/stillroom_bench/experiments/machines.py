@@ -1,13 +1,12 @@
-"""Machines of the papers for `stillroom bench simulate`: data files, each number with its source, and what computing
-and loading costs by them.
+"""Machine models of `stillroom bench simulate`: data files with sourced numbers, and the costs derived from them.
 
-A step of `new` tokens behind `cached` ones takes
+A step of `new` tokens behind `cached` tokens takes
 
     T(cached, new) = step + max(2 P new / F, 2 W / M) + max(4 L H D new (cached + new / 2) / F, K (cached + new) / M)
 
-with P parameters multiplied for each token and W read by each step (2 bytes each), F operations per second, M bytes per
-second of memory, L layers of H heads of D numbers, and K bytes of KV per token: arithmetic or memory, whichever takes
-longer, once for the matrices and once for attention (the roofline model).
+with P parameters multiplied per token and W parameters read per step (2 bytes each), F operations per second, M bytes
+per second of memory, L layers of H heads of size D, and K bytes of KV per token. Matrices and attention each take the
+longer of arithmetic and memory time (the roofline model).
 """
 
 import math
@@ -34,31 +33,31 @@ _MAY_BE_ZERO = ("step_seconds", "host_bytes", "disk_bytes", "latency_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """As a data file has it."""
+    """A number of a data file."""
 
     value: float
     source: str
-    """A paper's figure or section, a data sheet, arithmetic, or a word that says it is an assumption."""
+    """A paper's figure or section, a data sheet, a computation, or a statement that it is an assumption."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A model on its devices."""
+    """A model on its hardware."""
 
     name: str
     numbers: Mapping[str, Number]
-    """By table and key of the data file, such as `model.layers`."""
+    """Numbers by table and key of the data file, such as `model.layers`."""
 
     def __getitem__(self, key: str) -> float:
         return self.numbers[key].value
 
     @property
     def bytes_per_token(self) -> int:
-        """Of KV: keys and values of all layers."""
+        """Bytes of KV per token: keys and values of all layers."""
         return round(2 * self["model.layers"] * self["model.kv_heads"] * self["model.head_dim"] * _WIDTH)
 
     def step_seconds(self, num_cached: int, num_new: int) -> float:
-        """T(cached, new), as above."""
+        """Return T(cached, new) of the module's docstring."""
         flops, memory = self["machine.flops_per_second"], self["machine.memory_bytes_per_second"]
         matrices = 2 * self["model.parameters_per_token"] * num_new / flops
         weights = _WIDTH * self["model.parameters"] / memory
@@ -68,12 +67,12 @@ class Machine:
         return self["machine.step_seconds"] + max(matrices, weights) + max(scores, kept)
 
     def _balanced_tokens(self) -> float:
-        """New tokens whose arithmetic in the matrices takes as long as reading the weights: T bends there."""
+        """Return the number of new tokens at which matrix arithmetic takes as long as reading the weights."""
         intensity = self["machine.flops_per_second"] / self["machine.memory_bytes_per_second"]
         return intensity * _WIDTH * self["model.parameters"] / (2 * self["model.parameters_per_token"])
 
     def costs(self) -> CostProfile:
-        """The same on a grid fine enough for straight lines between its points, and the links."""
+        """Return the cost profile on a grid fine enough for linear interpolation, with the links."""
         bend = self._balanced_tokens()
         counts = tuple(sorted({*_NEW, math.floor(bend), math.ceil(bend)} - {0}))
         cached = (0, *_NEW[4:])
@@ -87,34 +86,34 @@ class Machine:
 
 
 def machine_names() -> list[str]:
-    """Of the data files that come with the package."""
+    """Return the names of the package's data files."""
     return sorted(file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml"))
 
 
 def load_machine(name: str) -> Machine:
-    """A machine of the package, or of a data file.
+    """Load a machine of the package, or of a data file.
 
     Args:
         name: one of `machine_names`, or a path that ends in `.toml`.
 
     Raises:
-        UsageError: there is none of that name, or the file is not as it must be; the message says where.
+        UsageError: the machine is unknown, or the file is invalid; the message names the entry.
     """
     file: Traversable = Path(name) if name.endswith(".toml") else _folder() / f"{name}.toml"
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"no machine {name!r}; known are {', '.join(machine_names())}, or a .toml file") from None
+        raise UsageError(f"unknown machine {name!r}; known are {', '.join(machine_names())}, or a .toml file") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{name} cannot be read: {error}") from None
     return read_machine(content, name)
 
 
 def read_machine(content: Mapping[str, Any], where: str) -> Machine:
-    """A machine from the content of a data file; raises as `load_machine`."""
+    """Build a machine from the content of a data file; raises as `load_machine`."""
     title = content.get("name")
     if not isinstance(title, str) or not title:
-        raise UsageError(f"{where}: `name` says which model runs on which machine; it must be a text")
+        raise UsageError(f"{where}: `name`, which names model and machine, must be a text")
     links = content.get("links", {})
     tables = {"model": (content.get("model"), _MODEL), "machine": (content.get("machine"), _MACHINE)}
     tables |= {f"links.{tier}": (table, _LINK) for tier, table in _table(links, "links", where).items()}
@@ -130,13 +129,13 @@ def read_machine(content: Mapping[str, Any], where: str) -> Machine:
         numbers |= {f"{name}.{key}": _number(entries[key], f"{where}: {name}.{key}", key) for key in keys}
     for tier in ("host", "disk"):
         if numbers[f"machine.{tier}_bytes"].value and f"links.{tier}.bytes_per_second" not in numbers:
-            raise UsageError(f"{where}: machine.{tier}_bytes is room that no [links.{tier}] leads to")
+            raise UsageError(f"{where}: machine.{tier}_bytes needs a table [links.{tier}]")
     return Machine(title, numbers)
 
 
 def _table(value: Any, name: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise UsageError(f"{where}: there must be a table [{name}]")
+        raise UsageError(f"{where}: the table [{name}] is missing")
     return value
 
 
@@ -145,11 +144,11 @@ def _number(entry: Any, where: str, key: str) -> Number:
         raise UsageError(f"{where} must be written as {{ value = 1.0, source = 'where it is from' }}")
     value, source = entry["value"], entry["source"]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{where}: {value!r} is no number")
+        raise UsageError(f"{where}: {value!r} is not a finite number")
     if value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
         raise UsageError(f"{where}: {value} must be {'at least' if key in _MAY_BE_ZERO else 'more than'} 0")
     if not isinstance(source, str) or not source.strip():
-        raise UsageError(f"{where}: the source says where {value} is from")
+        raise UsageError(f"{where}: the source of {value} must be a text")
     return Number(float(value), source)
 
 

@@ -1,7 +1,7 @@
-"""`stillroom bench policies`: who should leave a full cache of KV (RAGCache section 7.3, Figure 17 and Table 2).
+"""`stillroom bench policies`: what is evicted from a full KV cache (RAGCache section 7.3, Figure 17 and Table 2).
 
-Every policy replays the same requests on the real tree and manager. Nothing here is timed: hit rates and the cost
-model's seconds are exact and repeat with the seed. How to read it: docs/policies-bench.md
+Every policy replays the same requests on the knowledge tree and the KV manager. Nothing is timed: hit rates and
+modelled seconds are exact and reproducible from the seed. How to read it: docs/policies-bench.md
 """
 
 from collections.abc import Callable, Sequence
@@ -52,17 +52,17 @@ SWITCHES = {
     "load or recompute": Setup(policy=prefix_heat, always_loads=False),
     "all, 32 wait": Setup(policy=prefix_heat, queue=32, admits_by_frequency=True, always_loads=False),
 }
-"""The improvements over the paper, each alone."""
+"""Each improvement over the paper alone."""
 
 _CLOSE = 5e-4
-"""Hit rates that differ by less are called equal: half of what three digits show."""
+"""Hit rates that differ by less count as equal: half of the third digit."""
 
 
 def run_policies(scope: PoliciesScope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Replay every workload with every policy.
 
     Raises:
-        UsageError: the folder has no traces, or one that cannot be read.
+        UsageError: the folder has no traces, or a trace cannot be read.
     """
     data, seed = scope.data, scope.seed
     environment = record_environment()
@@ -70,7 +70,7 @@ def run_policies(scope: PoliciesScope, on_progress: Callable[[str], None] = lamb
     families = [_made(scope, seed + number) for number in range(scope.repeat)]
     traces = [] if data is None else _traces(data, scope, notes)
     if data is None:
-        notes.append("Made workloads only; --data gives a folder with recorded traces")
+        notes.append("Generated workloads only; --data names a folder with recorded traces")
     samples = Samples()
     cells: list[dict[str, list[PolicyOutcome]]] = []
     names: list[tuple[ReuseWorkload, float]] = []
@@ -112,9 +112,9 @@ def _traces(data: Path, scope: PoliciesScope, notes: list[str]) -> list[ReuseWor
     retrieved = sorted(folder.glob("rag_*.json"))
     recorded = sorted(folder.glob("mooncake_*.jsonl"))
     if not retrieved and not recorded:
-        raise UsageError(f"{folder} has no rag_*.json and no mooncake_*.jsonl; give the folder above `traces`")
+        raise UsageError(f"{folder} has no rag_*.json and no mooncake_*.jsonl; name the folder that contains `traces`")
     ends = sorted({min(scope.top_ks), max(scope.top_ks)})
-    notes.append(f"Traces: their first {scope.num_asks} requests, if they have so many")
+    notes.append(f"Traces: at most the first {scope.num_asks} requests")
     found = [trace_workload(path, scope.num_asks) for path in recorded]
     return found + [retrieved_workload(path, top_k, scope.num_asks) for path in retrieved for top_k in ends]
 
@@ -124,7 +124,7 @@ def _mean(outcomes: Sequence[PolicyOutcome], value: Callable[[PolicyOutcome], fl
 
 
 def _add_samples(samples: Samples, cells: Sequence[dict[str, list[PolicyOutcome]]], repeat: int) -> None:
-    """For each seed, the mean over all workloads and capacities."""
+    """Add one sample per seed: the mean over all workloads and capacities."""
     for number in range(repeat):
         for arm in ARMS:
             own = [cell[arm][min(number, len(cell[arm]) - 1)] for cell in cells]
@@ -153,7 +153,7 @@ def _table(
 def losses(
     names: Sequence[tuple[ReuseWorkload, float]], cells: Sequence[dict[str, list[PolicyOutcome]]]
 ) -> list[dict[str, Any]]:
-    """Workloads and capacities where the default is not the best online policy, and by how much."""
+    """Return a row per workload and capacity where another online policy has a higher hit rate than the default."""
     rows = []
     for (workload, share), cell in zip(names, cells, strict=True):
         rates = {arm: _mean(outcomes, lambda one: one.hit_rate) for arm, outcomes in cell.items() if arm != BELADY}

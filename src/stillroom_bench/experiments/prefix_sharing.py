@@ -1,6 +1,6 @@
-"""What sharing a prefix saves, and what the books of kept KV cost (llmds Tables 2, 8 and 11), for `bench structures`.
+"""Arms of `bench structures`: blocks saved by prefix sharing, and the time of KV accounting (llmds Tables 2, 8, 11).
 
-100 sequences of 1,000 tokens begin with the same tokens, through the real manager; and one tree of 10,000 nodes.
+The KV manager admits 100 sequences of 1,000 tokens with a common prefix; another arm uses a tree of 10,000 nodes.
 """
 
 import time
@@ -27,7 +27,7 @@ NUM_SEQUENCES = 100
 NUM_TOKENS = 1000
 PREFIXES = (100, 200, 500, 800)
 BLOCK_SIZE = 16
-"""The engine's; the paper's pages hold 512 tokens."""
+"""Block size of the engine; the paper's pages hold 512 tokens."""
 TREE_NODES = 10_000
 
 P = ParamSpec("P")
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def prefix_sharing_arms(seed: int, num_nodes: int = TREE_NODES) -> list[Arm]:
-    """One per length of the shared prefix, and one for a tree of so many nodes."""
+    """Return an arm per length of the shared prefix, and an arm for a tree of `num_nodes` nodes."""
     arms = [Arm(f"prefix sharing/{prefix} of {NUM_TOKENS} tokens", _sharing(prefix, seed)) for prefix in PREFIXES]
     return [
         *arms,
@@ -44,13 +44,13 @@ def prefix_sharing_arms(seed: int, num_nodes: int = TREE_NODES) -> list[Arm]:
 
 
 def bound(num_shared: int) -> float:
-    """(N - 1) / N of the prefix's share: all sequences but one do without it (llmds 5.7.3)."""
+    """Return the largest possible saving: (N - 1) / N of the prefix's share (llmds 5.7.3)."""
     return (NUM_SEQUENCES - 1) / NUM_SEQUENCES * num_shared / NUM_TOKENS
 
 
 @dataclass
 class _Times:
-    """Seconds of each call, by name."""
+    """Durations of calls by name."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ def _manager(num_blocks: int) -> tuple[KVCacheManager, KnowledgeTree]:
 
 
 def _prompt(rng: np.random.Generator, *shared: Segment, num_tokens: int = NUM_TOKENS) -> SegmentedPrompt:
-    """These segments, and tokens of its own up to `num_tokens`."""
+    """Return a prompt of the shared segments and random tokens up to `num_tokens`."""
     rest = num_tokens - sum(len(segment.token_ids) for segment in shared)
     own = Segment(SegmentKind.QUESTION, tuple(rng.integers(0, 50_000, rest).tolist()))
     return SegmentedPrompt((*shared, own))
@@ -117,7 +117,7 @@ def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
 
 
 def _attach_blocks(table: BlockTable, path: list[Node], pool: BlockPool, lengths: list[int]) -> None:
-    """Of `try_admit`, only what llmds calls attach: kept blocks and fresh ones into a table."""
+    """Run the part of `try_admit` that llmds calls attach: put cached and fresh blocks into a table."""
     for node in path:
         pool.acquire(node.block_ids or ())
         table.append_segment(node.block_ids or (), lengths.pop(0))
@@ -130,10 +130,10 @@ def _attach_blocks(table: BlockTable, path: list[Node], pool: BlockPool, lengths
 
 
 def _large_tree(num_nodes: int, seed: int, repetition: int, num_asks: int = 1000) -> Metrics:
-    """Requests for known and new paths of four documents in a tree of so many nodes that is full.
+    """Serve requests for cached and new paths of four documents in a full tree of `num_nodes` nodes.
 
-    `lookup_and_update` is `match` and RAGCache's UPDATE_NODE for each node found; `request` is all the books of one:
-    admission with what is evicted for it, commit and release.
+    `lookup_and_update` is `match` and RAGCache's UPDATE_NODE for each node found. `request` is the complete accounting
+    of a request: admission with evictions, commit and release.
     """
     rng = np.random.default_rng([seed, repetition + 100])
     manager, tree = _manager(num_nodes + 40)

@@ -1,8 +1,8 @@
-"""`stillroom bench preloading`: what loading chunks adds to the time to first token (Cache-Craft 5.4, Figure 29).
+"""`stillroom bench preloading`: effect of loading chunks on the time to first token (Cache-Craft 5.4, Figure 29).
 
-The same prompts as in `bench anywhere`, their chunks on the device, on the host, or on disk in files that the system
-has in memory (warm) or not (cold); loaded at once, read ahead, copied by layers, or both; by a request that finds
-nobody before it, and by one that waits for another one's prefill. How to read it: docs/chunk-reuse.md
+Prompts are those of `bench anywhere`. Their chunks are on the device, on the host, or on disk with (warm) or without
+(cold) the page cache. They are loaded at once, prefetched, copied by layers, or both. The request runs alone, or waits
+for the prefill of another request. How to read it: docs/chunk-reuse.md
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvstore.files import record_paths
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
-from stillroom_bench.experiments.anywhere_house import (
+from stillroom_bench.experiments.anywhere_engine import (
     EngineFixture,
-    build_house,
-    keep_elsewhere,
+    build_fixture,
+    cache_in_other_context,
     question,
     shuffled_prompt,
 )
@@ -42,12 +42,12 @@ from stillroom_bench.quality.runtime import Shape, write_checkpoint
 FROM_DEVICE = "from device"
 _METRIC = "ttft_seconds"
 _ANY_PROFILE = linear_profile(1e-3, 1e-4, 1e-7)
-"""Whatever is kept is loaded, so nothing depends on it."""
+"""Cached KV is always loaded here, so the profile has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How KV is brought to the device."""
+    """A way to load KV to the device."""
 
     label: str
     reads_ahead: bool = False
@@ -59,7 +59,7 @@ WAYS = (Way("at once"), Way("read ahead", True), Way("by layers", False, True), 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where chunks are."""
+    """Location of the chunks' KV."""
 
     label: str
     tier: Tier
@@ -67,7 +67,7 @@ class Place:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """Those that may differ: only from disk is anything read."""
+        """Ways that apply to the location: only disk is prefetched."""
         return WAYS if self.tier is Tier.DISK else tuple(way for way in WAYS if not way.reads_ahead)
 
 
@@ -87,14 +87,14 @@ def run_preloading(
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything; arguments as of `run_anywhere`. Of the ratios, the first is used."""
+    """Run the benchmark with the first of the ratios; arguments as of `run_anywhere`."""
     environment = record_environment()
     shape = shape or Shape()
     decoder = load_decoder(write_checkpoint(work_dir, shape, scope.dtype, scope.seed), device="cpu", dtype=scope.dtype)
     moments: tuple[Moment, ...] = ("idle", "waiting")
-    with _houses(decoder, scope, work_dir) as houses:
+    with _fixtures(decoder, scope, work_dir) as fixtures:
         arms = [
-            Arm(_name(moment, place, way), _ask(houses[way, place.tier], scope, place, moment))
+            Arm(_name(moment, place, way), _ask(fixtures[way, place.tier], scope, place, moment))
             for moment in moments
             for place in PLACES
             for way in place.ways
@@ -123,19 +123,19 @@ def _name(moment: Moment, place: Place, way: Way) -> str:
 
 
 @contextmanager
-def _houses(
+def _fixtures(
     decoder: Decoder, scope: AnywhereScope, work_dir: Path
 ) -> Iterator[Mapping[tuple[Way, Tier], EngineFixture]]:
-    """By way, and where chunks go when they leave the device. One request runs at a time."""
+    """Yield an engine per way and tier that the device evicts to. One request runs at a time."""
     room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
-    houses = {}
+    fixtures = {}
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch, contextlib.ExitStack() as stack:
         for way in WAYS:
             reuse = ReuseConfig(
                 mode="anywhere",
                 audit_share=0.0,
                 load="always",
-                tail_blocks=10_000,  # nothing is kept of the prompts that others wait for
+                tail_blocks=10_000,  # caches nothing of the prompts that run first
                 preload="layers" if way.by_layers else "off",
             )
             if not way.reads_ahead:
@@ -143,42 +143,42 @@ def _houses(
             for tier in {place.tier for place in PLACES if way in place.ways}:
                 own = replace(reuse, host_bytes=0) if tier is Tier.DISK else reuse
                 folder = Path(scratch) / way.label if tier is Tier.DISK else None
-                house = houses[way, tier] = build_house(
+                fixture = fixtures[way, tier] = build_fixture(
                     decoder, scope, own, folder, room, max_num_seqs=1, profile=_ANY_PROFILE
                 )
-                stack.callback(house.cache.close)
-                house.allow(None)
-                keep_elsewhere(scope, house.ask)
-                house.allow(AnywhereOptions(scope.ratios[0], "question"))
-        yield houses
+                stack.callback(fixture.cache.close)
+                fixture.allow(None)
+                cache_in_other_context(scope, fixture.ask)
+                fixture.allow(AnywhereOptions(scope.ratios[0], "question"))
+        yield fixtures
 
 
-def _ask(house: EngineFixture, scope: AnywhereScope, place: Place, moment: Moment) -> Callable[[int], Metrics]:
+def _ask(fixture: EngineFixture, scope: AnywhereScope, place: Place, moment: Moment) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         prompt = shuffled_prompt(scope, repetition)
         if place.tier is not Tier.DEVICE:
-            house.leave_device()
+            fixture.evict_from_device()
         if place.is_cold:
-            _forget_files(house)
+            _drop_page_cache(fixture)
         if moment == "idle":
-            reply = house.ask(prompt)
+            reply = fixture.ask(prompt)
         else:
             long = replace(scope, question_tokens=scope.prompt_tokens // 2)
-            house.submit([question(long, 2000 + repetition)], num_tokens=1)
-            house.submit(prompt)
-            while not house.engine.step():  # until the one before has its token
+            fixture.submit([question(long, 2000 + repetition)], num_tokens=1)
+            fixture.submit(prompt)
+            while not fixture.engine.step():  # until the earlier request has its token
                 pass
-            reply = house.finish(time.perf_counter())
+            reply = fixture.finish(time.perf_counter())
         assert reply.sources == {place.tier}, f"chunks came from {reply.sources}, not from {place.label}"
         return {_METRIC: reply.seconds}
 
     return run
 
 
-def _forget_files(house: EngineFixture) -> None:
-    """Have the system drop the records from its memory, where it can (Linux)."""
-    assert house.cache.tiers is not None and house.cache.tiers.disk is not None
-    for path in record_paths(house.cache.tiers.disk.folder):
+def _drop_page_cache(fixture: EngineFixture) -> None:
+    """Drop the records from the operating system's page cache, if the system supports it (Linux)."""
+    assert fixture.cache.tiers is not None and fixture.cache.tiers.disk is not None
+    for path in record_paths(fixture.cache.tiers.disk.folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise"):
@@ -187,7 +187,7 @@ def _forget_files(house: EngineFixture) -> None:
 
 
 def _overheads(samples: Samples, moments: tuple[Moment, ...], num_layers: int) -> list[dict[str, Any]]:
-    """Medians less that of chunks on the device; and what Eq. 16 makes of the plain load."""
+    """Return medians minus that of chunks on the device, and the ideal overlap by Cache-Craft's Eq. 16."""
     rows = []
     for moment in moments:
 

@@ -1,8 +1,8 @@
-"""`stillroom bench pipeline reordering`: what the order of admission is worth above saturation: RAGCache's Figure 18.
+"""`stillroom bench pipeline reordering`: effect of admission order above saturation (RAGCache's Figure 18).
 
-Every arm is the same engine on the same weights and cost profile, with another queue. Requests come faster than the
-order of arrival manages, from empty tiers, and all of them count until the last is answered. Each run is simulated
-beside, on a modelled machine with the measured costs. How to read it: docs/reordering-bench.md
+All arms use the same engine, weights and cost profile with different admission orders. Requests arrive faster than the
+order of arrival can serve, tiers start empty, and all requests of a run count. Each run is also simulated on modelled
+hardware with the measured costs. How to read it: docs/reordering-bench.md
 """
 
 import tempfile
@@ -39,17 +39,17 @@ BASELINE = "first come"
 MEAN, P99, ANSWERED, KEPT = "mean_first_token_seconds", "p99_first_token_seconds", "answered_per_second", "kept_share"
 _STEP_TOKENS = 512
 _FIRST_RUN = 1
-"""Requests of repetition 0 measure what the order of arrival manages."""
+"""First measured repetition; repetition 0 measures the throughput in order of arrival."""
 _NOTES = (
-    "Times are from the moment a request is due to its first token, of all requests of a run; search is left out.",
-    f"Loads are multiples of what `{BASELINE}` answers per second when all requests are there at once.",
-    "Above saturation waits grow with the length of a run: ratios are those of runs of this many requests.",
-    "A sample is the figure of one whole run.",
+    "Times are from a request's due time to its first token, over all requests of a run, without search.",
+    f"Loads are multiples of the throughput of `{BASELINE}` when all requests arrive at once.",
+    "Above saturation, waiting times grow with the length of a run; ratios hold for runs of this many requests.",
+    "A sample is the value of one complete run.",
 )
 
 
 def systems(reuse: ReuseConfig, windows: Sequence[int]) -> dict[str, EnginePolicy]:
-    """The arms: order of arrival, cache first with each window, shortest first with the widest."""
+    """Return the arms: order of arrival, cache first with each window, shortest first with the widest window."""
     arms = {BASELINE: EnginePolicy(reuse=reuse)}
     for window in sorted(set(windows)):
         arms[f"cache first, window {window}"] = EnginePolicy(reuse=reuse, scheduling="cache_first", window=window)
@@ -59,7 +59,7 @@ def systems(reuse: ReuseConfig, windows: Sequence[int]) -> dict[str, EnginePolic
 
 
 def figures(seconds: Sequence[float], wall_seconds: float, num_kept: int, num_tokens: int) -> Metrics:
-    """Of one run."""
+    """Return the metrics of one run."""
     return {
         MEAN: float(np.mean(seconds)),
         P99: float(np.percentile(seconds, 99)),
@@ -73,13 +73,13 @@ class _ReorderingBench:
     options: ReorderingOptions
     traffic: ReuseTraffic
     runtime: OurRuntime
-    plant: HardwareModel
-    manages: float = 0.0
-    """Requests per second, of the order of arrival with the costs as they are."""
+    hardware: HardwareModel
+    throughput: float = 0.0
+    """Requests per second in order of arrival, as measured."""
     modelled: Samples = field(default_factory=Samples)
 
     def prompts(self, repetition: int) -> tuple[list[Prompt], list[Prompt]]:
-        """To warm up with, and those that count."""
+        """Return the warm-up prompts and the measured prompts."""
         num_warm = self.options.num_warm
         drawn = self.traffic.prompts(num_warm + self.options.num_requests, repetition)
         return drawn[:num_warm], drawn[num_warm:]
@@ -88,23 +88,23 @@ class _ReorderingBench:
         warm, prompts = self.prompts(repetition)
         self.runtime.become(system)
         drive(self.runtime, warm, [0.0] * len(warm))
-        told = drive(self.runtime, prompts, dues)
-        return figures(told["seconds"], told["wall_seconds"], sum(map(sum, told["cached"])), _num_tokens(prompts))
+        found = drive(self.runtime, prompts, dues)
+        return figures(found["seconds"], found["wall_seconds"], sum(map(sum, found["cached"])), _num_tokens(prompts))
 
     def simulate(self, system: EnginePolicy, repetition: int, dues: Sequence[float]) -> Metrics:
         warm, prompts = self.prompts(repetition)
-        runtime = SimulatedRuntime(self.plant, system)
+        runtime = SimulatedRuntime(self.hardware, system)
         runtime.ask(warm, [0.0] * len(warm))
         found = runtime.ask(prompts, dues)
         return figures(found.seconds, found.wall_seconds, found.num_kept_tokens, found.num_tokens)
 
     def arm(self, group: str, name: str, system: EnginePolicy, load: float) -> Arm:
-        """One queue under one load."""
+        """Return the arm of one admission order under one load."""
         options = self.options
 
         def run(repetition: int) -> Metrics:
             number = _FIRST_RUN + repetition
-            dues = arrivals(options.num_requests, load * self.manages, [options.seed, 6, number])
+            dues = arrivals(options.num_requests, load * self.throughput, [options.seed, 6, number])
             self.modelled.add(f"{group}/{name}", self.simulate(system, number, dues))
             return self.measure(system, number, dues)
 
@@ -118,13 +118,13 @@ def run_reordering(
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where the checkpoint is kept between runs.
+        work_dir: folder that keeps the checkpoint between runs.
 
     Raises:
-        UsageError: an option is impossible, or prompts are longer than the model takes.
+        UsageError: an option is invalid, or prompts exceed the model's limit.
         DocumentError: a line of the data set cannot be read.
     """
     dataset, model = options.dataset, options.model
@@ -134,15 +134,15 @@ def run_reordering(
     pool = pool_for(folder, model is not None, dataset, options.num_documents, options.seed)
     traffic = ReuseTraffic(pool, options.curve, options.k, options.companions, options.seed)
     budget = _budget(traffic, options)
-    on_progress("loading the model and measuring what computing costs")
+    on_progress("loading the model and measuring compute costs")
     with tempfile.TemporaryDirectory(dir=work_dir, prefix="reordering-") as scratch:
         runtime = OurRuntime("tiers", folder, _settings(budget, scratch), environment.num_threads)
         reuse = reuse_config("tiers", budget.host * runtime.bytes_per_token, 0)
-        bench = _ReorderingBench(options, traffic, runtime, _plant(runtime, budget))
+        bench = _ReorderingBench(options, traffic, runtime, _hardware(runtime, budget))
         try:
-            on_progress(f"what `{BASELINE}` manages")
+            on_progress(f"throughput of `{BASELINE}`")
             at_once = [0.0] * options.num_requests
-            bench.manages = bench.measure(EnginePolicy(reuse=reuse), 0, at_once)[ANSWERED]
+            bench.throughput = bench.measure(EnginePolicy(reuse=reuse), 0, at_once)[ANSWERED]
             arms = [
                 bench.arm(f"{load:g}x", name, system, load)
                 for load in options.loads
@@ -151,7 +151,7 @@ def run_reordering(
             samples = run_arms(
                 arms,
                 repeat=options.repeat,
-                warmup=0,  # every run warms an engine of its own
+                warmup=0,  # every run warms up a new engine
                 on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"),
                 only_own=True,
             )
@@ -170,7 +170,7 @@ def run_reordering(
         parameters,
         samples,
         BASELINE,
-        notes=[*_NOTES, f"`{BASELINE}` manages {bench.manages:.3g} requests per second."],
+        notes=[*_NOTES, f"`{BASELINE}` answers {bench.throughput:.3g} requests per second."],
         tables={
             "order of admission": rows(samples, bench.modelled),
             "room for KV, in tokens": [{"device": budget.device, "host": budget.host}],
@@ -179,7 +179,7 @@ def run_reordering(
 
 
 def rows(samples: Samples, modelled: Samples) -> list[dict[str, Any]]:
-    """One for each arm; ratios over all runs, with 95 % of them where runs are resampled."""
+    """Return one row per arm; ratios over all runs have 95 % bootstrap intervals."""
     found = []
     for arm, metrics in samples.values.items():
         group, _, name = arm.rpartition("/")
@@ -215,7 +215,7 @@ def _budget(traffic: ReuseTraffic, options: ReorderingOptions) -> Budget:
     ]
     budget = budget_for(traffic.pool, prompts, 1, device_share=options.device_share, host_share=options.host_share)
     if budget.longest > MAX_TOKENS:
-        raise UsageError(f"prompts of {budget.longest} tokens are too long; the model takes {MAX_TOKENS}; lower --k")
+        raise UsageError(f"prompts of {budget.longest} tokens are too long; the limit is {MAX_TOKENS}; lower --k")
     return budget
 
 
@@ -230,8 +230,8 @@ def _settings(budget: Budget, scratch: str) -> dict[str, Any]:
     }
 
 
-def _plant(runtime: OurRuntime, budget: Budget) -> HardwareModel:
-    """The same engine as measured, on costs measured just now."""
+def _hardware(runtime: OurRuntime, budget: Budget) -> HardwareModel:
+    """Return a model of the measured engine with the measured costs."""
     assert runtime.profile is not None
     return HardwareModel(
         costs=runtime.profile,

@@ -1,6 +1,6 @@
-"""Our engine for `stillroom bench reuse`, stepped by hand in the worker's process: one arm, with its tiers.
+"""Stillroom's engine as an arm of `stillroom bench reuse`, stepped by the worker process.
 
-Every reset makes a fresh engine with empty tiers on the same weights and the same cost profile.
+Every reset makes a new engine with empty tiers, the same weights and the same cost profile.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from stillroom_bench.experiments.experiment_options import CACHE_FIRST, REUSE_RA
 
 
 def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
-    """What an arm keeps."""
+    """Return the reuse settings of an arm."""
     if arm == "off":
         return ReuseConfig(mode="off")
     if arm == "lru":
@@ -36,7 +36,7 @@ def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:
 
 
 def system_of(arm: str, host_bytes: int, disk_bytes: int) -> EnginePolicy:
-    """What an arm keeps, and who is served first."""
+    """Return the reuse settings and the admission order of an arm."""
     reuse = reuse_config(arm, host_bytes, disk_bytes)
     return EnginePolicy(reuse=reuse, scheduling="cache_first" if arm == CACHE_FIRST else "first_come")
 
@@ -54,7 +54,7 @@ class OurRuntime(SteppedEngine):
     ) -> None:
         """
         Args:
-            profile: what computing and loading cost; None measures a few points.
+            profile: costs of computing and loading; None: measure them.
         """
         torch.set_num_threads(num_threads)
         super().__init__(settings["max_tokens"])
@@ -70,7 +70,7 @@ class OurRuntime(SteppedEngine):
 
     @property
     def profile(self) -> CostProfile | None:
-        """What computing and loading cost; None where nothing was ever kept."""
+        """Costs of computing and loading; None if no engine cached KV yet."""
         return self._profile
 
     @property
@@ -79,16 +79,15 @@ class OurRuntime(SteppedEngine):
 
     @property
     def spec(self) -> ModelSpec:
-        """Of the decoder."""
         return self._decoder.spec
 
     def become(self, system: EnginePolicy) -> None:
-        """Another arm on the same weights, with nothing kept."""
+        """Switch to another arm on the same weights, with empty tiers."""
         self._system = system
         self.reset()
 
     def reset(self) -> None:
-        """A fresh engine; what the one before it kept is gone."""
+        """Replace the engine by a new one with empty tiers."""
         self.close()
         self._engine = self._cache = None
         shutil.rmtree(self._kv_folder, ignore_errors=True)
@@ -115,6 +114,6 @@ class OurRuntime(SteppedEngine):
             self._profile = self._cache.tree.profile
 
     def close(self) -> None:
-        """Let go of what is kept."""
+        """Close the tiers."""
         if self._cache is not None and self._cache.tiers is not None:
             self._cache.tiers.close()

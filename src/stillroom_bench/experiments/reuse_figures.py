@@ -1,7 +1,7 @@
-"""What `stillroom bench reuse` found, cell by cell, and what it says: figures, ratios, sustained rates.
+"""Results of `stillroom bench reuse` per cell: samples, ratios, sustained rates.
 
-A cell is one arm at one rate; its samples are the times to first token of single requests, so p50 and p95 are of
-requests. Arms of one group were sent the same requests in the same order.
+A cell is one arm at one rate. Its samples are the times to first token of single requests. Arms of one group receive
+the same requests in the same order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.statistics import ratio_of_means, summarise
 
 UNLOADED = 0.0
-"""The rate at which each request is sent when the one before is answered."""
+"""Rate that stands for sequential requests: each is sent when the previous one is answered."""
 OFF, METRIC, PER_TOKEN = "off", "first_token_seconds", "time_per_token_seconds"
 _OVERLOAD = 5.0
-"""Times the unloaded time to first token (RAGCache 7, Metrics)."""
+"""Multiple of the unloaded time to first token that counts as overload (RAGCache 7, Metrics)."""
 _MISSES = 0.10
-"""Share of requests that may miss the SLO of a rate that counts as served."""
+"""Share of requests that may miss the SLO at a sustained rate."""
 _REFERENCES = (OFF, "lru", "vllm")
 _TIERS = ("device", "host", "disk")
 
@@ -33,7 +33,7 @@ class LoadCell:
     curve: str
     k: int
     rate: float
-    """Times what `off` serves one request after the other."""
+    """Multiple of the sequential throughput of `off`."""
     arm: str
 
     @property
@@ -54,13 +54,13 @@ class _Seen:
     """Seconds to the first token of each request, by repetition."""
     response_seconds: list[float] = field(default_factory=list)
     wall_seconds: float = 0.0
-    """From the first request due to the last one answered, all runs together."""
+    """Seconds from the first due time to the last answer, summed over runs."""
     num_tokens: int = 0
     num_cached: list[int] = field(default_factory=lambda: [0] * len(_TIERS))
 
     @property
     def seconds(self) -> list[float]:
-        """Of all runs."""
+        """Seconds to the first token of all runs."""
         return [one for run in self.runs.values() for one in run]
 
     @property
@@ -68,31 +68,32 @@ class _Seen:
         return float(np.mean(self.seconds))
 
     def num_within(self, seconds: float) -> int:
-        """Requests whose first token came in time."""
+        """Return the number of requests whose first token came within `seconds`."""
         return sum(one <= seconds for one in self.seconds)
 
     def per_token(self, num_tokens: int) -> list[float]:
-        """Seconds for each token after the first, by request."""
+        """Return the seconds per token after the first, by request."""
         pairs = zip(self.seconds, self.response_seconds, strict=True)
         return [(response - first) / (num_tokens - 1) for first, response in pairs]
 
 
 @dataclass(slots=True)
 class Figures:
-    """Filled rate by rate, slowest first."""
+    """Collects results. Precondition: rates are added in ascending order."""
 
     slo_seconds: float = 1.0
-    """To the first token; the goodput counts requests within it."""
+    """Target of time to first token; goodput counts requests within it."""
     num_tokens: int = 1
-    """Of each answer."""
+    """Tokens of each answer."""
     _seen: dict[LoadCell, _Seen] = field(default_factory=dict)
     _memory: list[dict[str, Any]] = field(default_factory=list)
     _service: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def add(self, cell: LoadCell, repetition: int, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
-        """
+        """Add one repetition of a cell.
+
         Args:
-            answer: what `driving.drive` returned of this repetition.
+            answer: result of `driving.drive`.
         """
         seen, cached = self._seen.setdefault(cell, _Seen()), answer["cached"]
         seen.wall_seconds += answer["wall_seconds"]
@@ -100,19 +101,22 @@ class Figures:
         seen.response_seconds += answer["response_seconds"]
         seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
         seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
-        if cell.arm == OFF and cell.rate == UNLOADED:  # the first run's: all runs have the same rates
+        if cell.arm == OFF and cell.rate == UNLOADED:  # of the first run, because all runs have the same rates
             self._service.setdefault((cell.curve, cell.k), 1 / float(np.mean(seen.response_seconds)))
 
     def add_memory(self, k: int, peaks: Mapping[str, int]) -> None:
         self._memory += [{"k": k, "arm": arm, "peak RSS MiB": peak / 2**20} for arm, peak in peaks.items()]
 
     def service_rate(self, curve: str, k: int) -> float:
-        """Requests per second that `off` serves one after the other."""
+        """Return the sequential throughput of `off` in requests per second."""
         return self._service[curve, k]
 
     def is_asked(self, cell: LoadCell, slower: float | None, repetition: int) -> bool:
-        """Whether an arm is sent a rate: in the first run, unless it was overloaded at the next slower one, or not even
-        sent that; later, as in the first."""
+        """Return whether a cell is measured.
+
+        In the first repetition, an arm is measured unless it was overloaded or not measured at the next slower rate.
+        Later repetitions measure the same cells.
+        """
         if repetition > 0:
             return cell in self._seen
         if slower is None:
@@ -120,19 +124,19 @@ class Figures:
         return cell.at(slower) in self._seen and self._mean(cell.at(slower)) <= max(self._limits(cell))
 
     def _rates(self, cell: LoadCell) -> list[float]:
-        """The rates that the arm was sent."""
+        """Return the rates at which the arm was measured."""
         return sorted(one.rate for one in self._seen if one.at(0) == cell.at(0))
 
     def _mean(self, cell: LoadCell) -> float:
         return self._seen[cell].mean
 
     def _limits(self, cell: LoadCell) -> tuple[float, float]:
-        """Times to first token that count as overload: by the arm's own unloaded one, and by that of `off`."""
+        """Return the times to first token that count as overload, by the unloaded times of the arm and of `off`."""
         unloaded = cell.at(UNLOADED)
         return _OVERLOAD * self._mean(unloaded), _OVERLOAD * self._mean(unloaded.of(OFF))
 
     def samples(self) -> Samples:
-        """Every request's time to first token, and per further token; arms by group."""
+        """Return every request's time to first token and per further token; arms are named `group/arm`."""
         found = Samples()
         for cell in self._cells():
             seen = self._seen[cell]
@@ -142,12 +146,12 @@ class Figures:
         return found
 
     def _cells(self) -> list[LoadCell]:
-        """By load; arms in the order in which they were first asked."""
+        """Return the cells by load; arms in order of their first measurement."""
         arms = list(dict.fromkeys(cell.arm for cell in self._seen))
         return sorted(self._seen, key=lambda cell: (cell.curve, cell.k, cell.rate, arms.index(cell.arm)))
 
     def tables(self) -> dict[str, list[dict[str, Any]]]:
-        """Those that a reader wants first."""
+        """Return the tables of the report."""
         cells = self._cells()
         return {
             "time to first token": [self._row(cell) for cell in cells],
@@ -179,7 +183,7 @@ class Figures:
         return any(cell.arm == arm for cell in self._seen)
 
     def _ratio(self, cell: LoadCell, arm: str) -> str:
-        """Over the runs that both have: one of them may have died in a later one."""
+        """Return the ratio over the repetitions that both arms completed; a peer may have ended early."""
         own, other = self._seen[cell].runs, self._seen.get(cell.of(arm), _Seen()).runs
         common = sorted(own.keys() & other.keys())
         if not common or cell.arm == arm:
@@ -208,11 +212,13 @@ def _at_least(rate: float, points: Sequence[tuple[float, float]]) -> str:
 
 
 def sustained_rate(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """The request rate at which the mean time to first token reaches a limit, on straight lines between what was
-    measured; the highest rate measured if it never does.
+    """Return the request rate at which the time reaches a limit, by linear interpolation between measurements.
 
     Args:
-        points: request rate and time, ascending rates.
+        points: request rate and time, by ascending rate.
+
+    Returns:
+        The highest measured rate if the limit is never reached.
     """
     for (rate, seconds), (next_rate, next_seconds) in zip(points, points[1:], strict=False):
         if next_seconds > limit:

@@ -11,22 +11,22 @@ import faiss as _faiss
 from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_index import made_lists
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type stubs lack names that are created at import
 
 _SHARE_PROBED = 8
-"""One list in so many is looked at."""
+"""One in this many lists is probed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Searchable:
-    """An index in its file."""
+    """An index file with its search effort."""
 
     file: str
     nprobe: int
 
 
 def searchable(work_dir: Path, size: int, on_progress: Callable[[str], None]) -> Searchable:
-    """An IVF-PQ index of so many made vectors, kept between runs."""
+    """Build an IVF-PQ index of `size` generated vectors, unless its file exists."""
     nlist = min(round(4 * size**0.5), size // 39)
     file = work_dir / f"vectors-{size}.ivf"
     if not file.exists():

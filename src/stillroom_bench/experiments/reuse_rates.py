@@ -1,9 +1,8 @@
-"""`stillroom bench reuse`: time to first token against request rate, as RAGCache's Figures 13 to 15.
+"""`stillroom bench reuse`: time to first token against request rate (RAGCache's Figures 13 to 15).
 
-Arms, each in a process of its own (`reuse_worker.py`): our engine without reuse, with what prefix caching gives, with
-three tiers, and if asked for with reuse anywhere; and vLLM and llama.cpp on the same prompts at the same moments. One
-arm runs at a time, the others are stopped, and at every rate they take turns forward and backward. An arm that is
-overloaded is not asked for more.
+Each arm runs in its own process (`reuse_worker.py`): Stillroom's engine without reuse, with prefix caching, with three
+tiers, and optionally with reuse at any position; vLLM and llama.cpp receive the same prompts at the same times. One arm
+runs at a time while the others are stopped; at every rate, the order alternates. An overloaded arm gets no higher rate.
 """
 
 import contextlib
@@ -39,14 +38,14 @@ from stillroom_bench.quality.runtime_worker import MAX_TOKENS
 
 _WORKER = Path(__file__).parent / "reuse_worker.py"
 _STEP_TOKENS = 512
-"""Token budget of one step, ours and the peers'."""
+"""Token budget of one step, for Stillroom and the peers."""
 _KEEPS_NOTHING = ("off", "llama.cpp")
 _NUM_FIRST = 3
-"""Of the requests to warm up with, what arms are sent that keep nothing, or only the last prompt."""
+"""Number of warm-up requests for arms that cache nothing, or only the last prompt."""
 _NOTES = (
-    "Times are from the moment a request is due to its first token.",
-    "Rates are multiples of what `off` serves one request after the other; an overloaded arm is sent no higher one.",
-    "Samples are single requests: CV and class say how unequally they were served, not how well figures repeat.",
+    "Times are from a request's due time to its first token.",
+    "Rates are multiples of the sequential throughput of `off`; an overloaded arm gets no higher rate.",
+    "Samples are single requests: CV and class describe the spread over requests, not the reproducibility of a run.",
 )
 
 
@@ -55,13 +54,13 @@ class _ReuseRun:
     options: ReuseOptions
     environment: Environment
     folder: Path
-    """Of the checkpoint."""
+    """Folder of the checkpoint."""
     pool: Pool
     draw: Draw
     say: Callable[[str], None]
     figures: Figures
     index: Searchable | None = None
-    """What is searched before each prompt."""
+    """Index that is searched before each prompt."""
     budgets: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -73,13 +72,13 @@ def run_reuse(
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where the checkpoint is kept between runs, and KV while it is measured.
+        work_dir: folder that keeps the checkpoint between runs, and KV during a run.
 
     Raises:
-        UsageError: an option is impossible, or prompts are longer than the model takes.
+        UsageError: an option is invalid, or prompts exceed the model's limit.
         DocumentError: a line of the data set cannot be read.
     """
     dataset, model, arrivals, peers = options.dataset, options.model, options.arrivals, named_pythons(options.peers)
@@ -131,7 +130,7 @@ def _result(run: _ReuseRun, sources: Mapping[str, str]) -> BenchResult:
 
 
 def _prompts(run: _ReuseRun, traffic: ReuseTraffic, repetition: int) -> list[Prompt]:
-    """All that one repetition sends, in order: to warm up, one after the other, then at each rate."""
+    """Return the prompts of one repetition: warm-up, the sequential load, then each rate."""
     options = run.options
     return traffic.prompts(options.num_warm + (1 + len(options.rates)) * options.num_requests, repetition)
 
@@ -142,14 +141,14 @@ def _budget(run: _ReuseRun, k: int, traffics: Sequence[ReuseTraffic]) -> Budget:
     ]
     budget = budget_for(run.pool, prompts, run.options.max_tokens)
     if budget.longest > MAX_TOKENS:
-        raise UsageError(f"prompts of {budget.longest} tokens are too long; the model takes {MAX_TOKENS}; lower --k")
+        raise UsageError(f"prompts of {budget.longest} tokens are too long; the limit is {MAX_TOKENS}; lower --k")
     run.budgets.append({"k": k, **asdict(budget)})
     return budget
 
 
 @contextlib.contextmanager
 def _started(run: _ReuseRun, peers: Mapping[str, str], budget: Budget, work_dir: Path) -> Iterator[list[WorkerProcess]]:
-    """All arms that start; a note for each that does not."""
+    """Yield all arms that start; add a note for each peer that does not."""
     workers: list[WorkerProcess] = []
     with tempfile.TemporaryDirectory(dir=work_dir, prefix="reuse-") as scratch:
         settings = {
@@ -179,7 +178,7 @@ def _started(run: _ReuseRun, peers: Mapping[str, str], budget: Budget, work_dir:
 
 
 def _leave_out(run: _ReuseRun, workers: list[WorkerProcess], worker: WorkerProcess, error: UsageError) -> None:
-    """Go on without a peer; without one of our own arms there is nothing to say."""
+    """Continue without a peer; raise the error of one of Stillroom's arms."""
     if worker.name in ARMS:
         raise error
     workers.remove(worker)
@@ -189,7 +188,7 @@ def _leave_out(run: _ReuseRun, workers: list[WorkerProcess], worker: WorkerProce
 
 
 def _measure(run: _ReuseRun, workers: list[WorkerProcess], traffic: ReuseTraffic) -> None:
-    """All rates on one curve with one k, several times, each time with fresh caches and other requests."""
+    """Measure all rates on one curve with one k; each repetition has empty caches and different requests."""
     options, figures = run.options, run.figures
     for repetition in range(options.repeat):
         prompts = _prompts(run, traffic, repetition)
@@ -228,7 +227,7 @@ def _ask(
     *,
     is_first: bool = False,
 ) -> dict[str, Any] | None:
-    """The worker's times; None if it died of it, and is left out from now on."""
+    """Return the worker's times; None if it ended, after which it is omitted."""
     try:
         return worker.ask({"is_first": is_first, "prompts": prompts, "dues": dues})
     except UsageError as error:

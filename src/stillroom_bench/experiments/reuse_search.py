@@ -1,9 +1,8 @@
-"""A search in front of every prompt of a bench: that of FAISS for `stillroom bench reuse --search`, the same for every
-arm.
+"""Runs a search before every prompt of a benchmark: a FAISS search for `stillroom bench reuse --search`.
 
-Like `reuse_worker.py`, it runs under the Python of any runtime, so it imports nothing of Stillroom. The search runs in
-a thread of its own beside the model; FAISS' on one core. What it finds is not used: which documents a prompt has is
-drawn from the popularity curve.
+It runs under the Python of any runtime, so it imports nothing of Stillroom. The search runs in its own thread
+concurrently with the model; FAISS uses one core. Its results are not used, because the documents of a prompt are drawn
+from the popularity curve.
 """
 
 import os
@@ -22,15 +21,15 @@ Asked = tuple[int, Sequence[Sequence[int]]]
 
 
 class Searched:
-    """A `reuse_worker.Runtime` whose prompts reach the one inside when their search has ended."""
+    """A `driving.DrivenRuntime` that passes a prompt to an inner runtime when its search has ended."""
 
     def __init__(
         self, inner: Any, search: Callable[["queue.SimpleQueue[Asked]", Callable[[Asked], None]], None]
     ) -> None:
         """
         Args:
-            search: runs in a thread of its own for ever: takes requests from a queue, and tells of each when its search
-                has ended.
+            search: function of a daemon thread: takes requests from a queue, and calls its second argument with each
+                request whose search has ended.
         """
         self.inner = inner
         self.num_searching = 0
@@ -38,12 +37,12 @@ class Searched:
         self.found: queue.SimpleQueue[tuple[int, Sequence[Sequence[int]], float]] = queue.SimpleQueue()
         self.asked_at: dict[int, float] = {}
         self.search_seconds: dict[int, float] = {}
-        """From sending to the end of the search, of each request."""
+        """Request -> seconds from submission to the end of its search."""
         threading.Thread(target=search, args=(self.asked, self.end), daemon=True).start()
 
-    def end(self, one: Asked) -> None:
-        """A search has ended."""
-        self.found.put((*one, time.perf_counter()))
+    def end(self, request: Asked) -> None:
+        """Queue a request whose search has ended for the inner runtime."""
+        self.found.put((*request, time.perf_counter()))
 
     def reset(self) -> None:
         self.inner.reset()
@@ -58,7 +57,7 @@ class Searched:
         self.asked.put((number, prompt))
 
     def step(self) -> Stepped:
-        """Hand over what was found, and go on; with nothing else to do, wait for a search."""
+        """Submit requests whose search has ended and run a step; wait for a search if the inner runtime is idle."""
         while self.num_searching:
             try:
                 number, prompt, at = self.found.get(block=not self.inner.has_work)
@@ -75,18 +74,18 @@ class Searched:
 
 
 class FaissSearch:
-    """One question at a time, in the order in which they come."""
+    """Searches for one request at a time, in order of arrival."""
 
     def __init__(self, file: str, nprobe: int, cores: Collection[int]) -> None:
         """
         Args:
             file: a FAISS IVF index.
-            cores: on any of which the search may run.
+            cores: cores that the search may run on.
         """
         import faiss
         import numpy as np
 
-        self.faiss: Any = faiss  # its type information knows no kinds of index
+        self.faiss: Any = faiss  # its type stubs lack the index classes
         self.cores = cores
         self.index = self.faiss.read_index(file)
         self.index.nprobe = nprobe
@@ -94,10 +93,10 @@ class FaissSearch:
         self.queries = queries / np.linalg.norm(queries, axis=1, keepdims=True)
 
     def __call__(self, asked: "queue.SimpleQueue[Asked]", end: Callable[[Asked], None]) -> None:
-        self.faiss.omp_set_num_threads(1)  # of this thread
-        os.sched_setaffinity(0, self.cores)  # vLLM ties the thread that this one comes from to a core
+        self.faiss.omp_set_num_threads(1)  # applies to this thread
+        os.sched_setaffinity(0, self.cores)  # vLLM pins the parent thread to a core
         while True:
-            one = asked.get()
-            at = one[0] % len(self.queries)
+            request = asked.get()
+            at = request[0] % len(self.queries)
             self.index.search(self.queries[at : at + 1], _TOP_K)
-            end(one)
+            end(request)

@@ -1,4 +1,4 @@
-"""One arm of `stillroom bench reuse` in a process of its own: answers JSON lines on standard input, a line each.
+"""Worker process of `stillroom bench reuse` with one arm: answers each JSON line on standard input with one.
 
 Runs as a script under the Python that has the runtime installed, so it imports Stillroom only for Stillroom's own arms.
 `stillroom.planner.simulation.driving`, which sends and times requests, is loaded by its path.
@@ -27,7 +27,7 @@ SEARCH = Path(__file__).with_name("reuse_search.py")
 
 
 class VllmReuse:
-    """The offline engine in this process with automatic prefix caching, stepped by hand."""
+    """vLLM's offline engine in this process with automatic prefix caching, stepped by the caller."""
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -36,7 +36,7 @@ class VllmReuse:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import vllm
 
-        block_size = 32  # the smallest it takes on a CPU
+        block_size = 32  # the smallest supported on a CPU
         room = settings["plenty" if name == "vllm plenty" else "device"]
         model = vllm.LLM(
             model=str(folder),
@@ -45,7 +45,7 @@ class VllmReuse:
             max_model_len=settings["longest"],
             max_num_seqs=settings["max_seqs"],
             max_num_batched_tokens=settings["step_tokens"],
-            num_gpu_blocks_override=1 + room // block_size,  # one of them it never uses
+            num_gpu_blocks_override=1 + room // block_size,  # vLLM never uses one block
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
         )
@@ -84,8 +84,10 @@ class VllmReuse:
 
 
 class LlamaCppReuse:
-    """The C interface as its server uses it with `cache_prompt` and one slot: one request after the other, and the
-    context goes on from where the next prompt and the last one part."""
+    """The C interface of llama.cpp as its server uses it with `cache_prompt` and one slot.
+
+    Requests run in sequence; a prompt reuses the context of the previous one up to their first difference.
+    """
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
         runtimes = script(RUNTIMES)
@@ -132,14 +134,14 @@ class LlamaCppReuse:
 
 
 def joined(prompt: Sequence[Sequence[int]]) -> list[int]:
-    """As one text: other runtimes know no parts."""
+    """Concatenate the parts of a prompt."""
     return [token for part in prompt for token in part]
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    limit = min(len(one), len(other))
-    return next((at for at in range(limit) if one[at] != other[at]), limit)
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    limit = min(len(first), len(second))
+    return next((at for at in range(limit) if first[at] != second[at]), limit)
 
 
 def script(path: Path) -> Any:
@@ -168,10 +170,10 @@ PEERS: dict[str, Callable[[str, Path, dict[str, Any], int], "DrivenRuntime"]] = 
 
 
 def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
-    """Load, say so, then answer until the input ends."""
+    """Load the runtime, report the load time, then answer requests until the input ends."""
     drive = script(DRIVING).drive
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the answers
+    os.dup2(2, 1)  # redirects the output of libraries, which would break the JSON lines
     peak_rss_bytes = script(RUNTIMES).peak_rss_bytes
     began, cores = time.perf_counter(), os.sched_getaffinity(0)
     runtime = PEERS.get(name, _ours)(name, folder, settings, num_threads)

@@ -1,7 +1,7 @@
-"""What deciding a step takes while many requests wait, by order of admission; for `stillroom bench structures`.
+"""Arms of `stillroom bench structures`: time to schedule a step while many requests wait, by admission order.
 
-The product's scheduler and knowledge tree with made documents, without a model: every sample is the same token.
-RAGCache (7.4, Table 4) reports less than a millisecond for a decision.
+Uses the scheduler and the knowledge tree with generated documents and without a model; every sampled token is the same.
+RAGCache (7.4, Table 4) reports less than a millisecond per decision.
 """
 
 import time
@@ -32,7 +32,7 @@ _BLOCK_SIZE = 16
 
 
 def scheduling_arms(seed: int, num_waiting: int = NUM_WAITING, num_steps: int = NUM_STEPS) -> list[Arm]:
-    """One for each order of admission; `decision_seconds` is the median of a run's steps."""
+    """Return an arm per admission order; `decision_seconds` is the median over the steps of a run."""
     return [
         Arm(f"scheduling, {num_waiting:,} waiting/{name}", _run(policy, seed, num_waiting, num_steps))
         for name, policy in POLICIES.items()
@@ -74,7 +74,7 @@ def _scheduler(policy: Policy) -> Scheduler:
 
 
 def _request(number: int, draw: np.random.Generator) -> Request:
-    """Two documents of 256 tokens, some far more popular than others."""
+    """Make a request for two documents of 256 tokens with Zipf popularity."""
     documents = (draw.zipf(1.2, size=2) - 1) % _NUM_DOCUMENTS
     segments = [Segment(SegmentKind.SYSTEM, (1,) * 64)]
     for document in documents.tolist():

@@ -1,8 +1,8 @@
-"""`stillroom bench simulate`: RAGCache's Figures 13 to 19 and Tables 2 to 4, and Cache-Craft's Figure 22, as ratios
-between arms, with the paper's number beside ours.
+"""`stillroom bench simulate`: RAGCache's Figures 13 to 19 and Tables 2 to 4, and Cache-Craft's Figure 22, simulated.
 
-The product's engine, scheduler, tree and policies run on modelled machines (`machines.py`) under a clock of their own,
-so all but the scheduling time repeats to the last digit. How to read it: docs/simulate-bench.md
+Results are ratios between arms next to the paper's. Stillroom's engine, scheduler, tree and policies run on modelled
+machines (`machines.py`) with a virtual clock, so everything but the scheduling time is deterministic. How to read it:
+docs/simulate-bench.md
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from stillroom_bench.experiments.simulated_cases import (
     Case,
     Say,
     Tables,
-    plant_of,
+    hardware_of,
     ragcache_case,
 )
 from stillroom_bench.instrument.bench_report import BenchResult
@@ -36,27 +36,27 @@ from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 
 GIB = 2**30
 RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)
-"""Times what an engine that keeps nothing serves one request after the other."""
+"""Multiples of the sequential throughput without reuse."""
 MODERATE = 0.67
-"""RAGCache's 0.8 requests per second (7.3): it sustains slightly less than 2.5, up to 2.1 times what vLLM does:
-0.8 / (2.5 / 2.1)."""
+"""RAGCache's 0.8 requests per second (7.3), relative to vLLM: RAGCache sustains almost 2.5, up to 2.1 times as many as
+vLLM, so 0.8 / (2.5 / 2.1)."""
 _OVERLOAD = 5.0
 _NOTES = (
-    "Simulated: the product's engine, scheduler, tree and policies on a modelled machine; no model runs.",
-    "Rates are multiples of what an engine that keeps nothing serves one request after the other.",
-    "Of speculative pipelining, search times (RAGCache Table 3) and how early lists are final (our index) are given.",
+    "Simulated: Stillroom's engine, scheduler, tree and policies on a modelled machine; no model runs.",
+    "Rates are multiples of the sequential throughput without reuse.",
+    "Speculative pipelining takes search times from RAGCache Table 3, and how early lists are final from our index.",
 )
 
 
 Papers = Mapping[str, tuple[str, str]]
-"""By baseline, how many times RAGCache's its time to first token is, and how many times its rate RAGCache sustains."""
+"""Baseline -> its time to first token as a multiple of RAGCache's, and RAGCache's sustained rate over its own."""
 _FIGURE_13: Papers = {"vllm": ("1.2 to 4", "1.3 to 2.1"), "sglang": ("1.1 to 3.5", "1.2 to 1.8")}
 _FIGURE_15: Papers = {"vllm": ("1.7 to 3.1", ""), "sglang": ("1.2 to 2.5", "")}
 _FIGURE_16: Papers = {"vllm": ("1.4 to 2.1 at low rates", ""), "sglang": ("1.2 to 2.6", "")}
 
 
 def _compared(case: Case, load: str, papers: Papers, say: Say) -> Tables:
-    """The four systems at all rates (Figures 13 to 16)."""
+    """Compare the four systems at all rates (Figures 13 to 16)."""
     service = case.service_rate()
     rates = [rate * service for rate in RATES]
     arms = {"vllm": VLLM, "sglang": SGLANG, "ragcache": case.ragcache(), "ours": case.ours()}
@@ -124,7 +124,7 @@ def top_k(options: SimulateOptions, say: Say) -> Tables:
 
 
 def large_models(options: SimulateOptions, say: Say) -> Tables:
-    """RAGCache Figure 16; most requests at a time as the paper has them."""
+    """RAGCache Figure 16, with the paper's limits of concurrent requests."""
     slots = {"mixtral-8x7b-2xh800": 8, "llama2-70b-2xh800": 4}
     return _joined(
         [
@@ -166,7 +166,7 @@ def policies(options: SimulateOptions, say: Say) -> Tables:
 
 
 def reordering(options: SimulateOptions, say: Say) -> Tables:
-    """RAGCache Figure 18: 1.1 times what it sustains in its order of arrival."""
+    """RAGCache Figure 18: 1.1 times the rate sustained in order of arrival."""
     rows = []
     for curve in ("mmlu", "nq"):
         case = ragcache_case("mistral-7b-a10g", curve, 2, options)
@@ -190,7 +190,7 @@ TABLE_4 = {0.5: 0.880, 1.0: 0.872, 1.5: 0.902, 2.0: 0.906}
 
 
 def scheduling(options: SimulateOptions, say: Say) -> Tables:
-    """RAGCache Table 4, in real seconds on the machine that simulates."""
+    """RAGCache Table 4, in real seconds on the machine that runs the simulation."""
     case = ragcache_case("mistral-7b-a10g", "mmlu", 2, options)
     rows = []
     for rate, paper in TABLE_4.items():
@@ -206,21 +206,22 @@ FIGURE_22 = {
     "llama3-8b-a100": {"anywhere 0%": ("1.9", "3.3"), "anywhere 30%": ("1.6", "2.1")},
     "llama3-70b-4xa100": {"anywhere 0%": ("2.0", "3.3"), "anywhere 30%": ("1.6", "2.0")},
 }
-"""How many times the throughput and the speed of response of prefix caching, under heavy load (Cache-Craft 5.3.1)."""
+"""Throughput and response speed as multiples of those of prefix caching, under heavy load (Cache-Craft 5.3.1)."""
 _HEAVY = 0.95
-"""Of what prefix caching manages at most."""
+"""Share of the maximum throughput of prefix caching."""
 
 
 def cache_craft(options: SimulateOptions, say: Say) -> Tables:
-    """Cache-Craft Figure 22 under heavy load: five chunks, prompts of about 3,300 tokens, answers of 24, with which
-    prefill takes about 55 % of a request on four A100 (2.2). An engine that keeps exact prefixes on the device, and
-    ours that places chunks and keeps them on device and host."""
+    """Cache-Craft Figure 22 under heavy load: five chunks, prompts of about 3,300 tokens, answers of 24 tokens.
+
+    With these lengths, prefill takes about 55 % of a request on four A100 (2.2). Arms: exact prefixes on the device,
+    and reuse at any position with device and host tiers.
+    """
     rows = []
     for name, papers in FIGURE_22.items():
         machine = load_machine(name)
         traffic = ReuseTraffic(chunk_pool(options.num_documents, options.seed), "nq", _CHUNKS, "drawn", options.seed)
-        plant = plant_of(machine, max_seqs=32, max_tokens=_ANSWER)
-        case = Case(machine, plant, traffic, options)
+        case = Case(machine, hardware_of(machine, max_seqs=32, max_tokens=_ANSWER), traffic, options)
         exact = ReuseConfig(host_bytes=int(machine["machine.host_bytes"]), disk_bytes=0)
         arms = {"prefix cache": SGLANG}
         for arm, ratio in (("anywhere 0%", 0.0), ("anywhere 30%", 0.3)):
@@ -243,7 +244,7 @@ def cache_craft(options: SimulateOptions, say: Say) -> Tables:
 
 
 def chunk_pool(size: int, seed: int) -> Pool:
-    """Chunks of log-normal length of which five and the rest have about 3,300 tokens, Sys-X's median (5.1.2)."""
+    """Make chunks of log-normal length, so that prompts of five have about 3,300 tokens, Sys-X's median (5.1.2)."""
     rng = np.random.default_rng([seed, 1])
     mean = (3300 - SYSTEM_TOKENS - QUESTION_TOKENS) / _CHUNKS
     lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, size), 64, 1500).astype(int)
@@ -268,10 +269,10 @@ EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
 
 
 def run_simulate(options: SimulateOptions, on_progress: Say = lambda _: None) -> BenchResult:
-    """Simulate everything that was asked for.
+    """Simulate the chosen experiments.
 
     Raises:
-        UsageError: an option is impossible.
+        UsageError: an option is invalid.
     """
     if unknown := set(options.experiments) - set(EXPERIMENTS):
         raise UsageError(f"unknown experiments {', '.join(sorted(unknown))}; known are {', '.join(EXPERIMENTS)}")

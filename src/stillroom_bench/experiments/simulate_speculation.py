@@ -1,11 +1,9 @@
-"""RAGCache Figure 19 and Table 3 for `stillroom bench simulate`: a search that takes as long as the paper's, and the
-product's `Speculator` beside its engine on a modelled machine.
+"""RAGCache Figure 19 and Table 3 for `stillroom bench simulate`: speculative prefill on a modelled machine.
 
-Given are the search times of Table 3 ("No DSP"), four stages as in Figure 11, and how often the list of a stage is the
-final one, which our own index shows (benchmarks/2026-11-21-convergence.md: IVF-PQ, after 2, 4 and 6 of 8 stages, the
-mean of the first and the first three documents). A list that is not final has another document at its end. Search and
-engine have clocks of their own, as they have threads of their own; neither slows the other down, the paper's run on
-different processors.
+Inputs are the search times of Table 3 ("No DSP"), four stages as in Figure 11, and how often the list of a stage is
+final, measured on Stillroom's index (benchmarks/2026-11-21-convergence.md: IVF-PQ, after 2, 4 and 6 of 8 stages, mean
+of the first and the first three documents). A list that is not final ends with another document. Search and engine have
+separate clocks and do not slow each other down, because the paper runs them on different processors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,10 +30,10 @@ TABLE_3 = {
     "mmlu": {0.125: (78.5, 52.1), 0.25: (135.9, 59.2), 0.5: (243.7, 69.7), 1.0: (422.3, 97.4)},
     "nq": {0.125: (105.8, 67.7), 0.25: (163.4, 72.9), 0.5: (282.5, 94.2), 1.0: (446.1, 145.0)},
 }
-"""Milliseconds of search that overlap with nothing, by the share of vectors that are searched: without and with
-speculative pipelining."""
+"""Share of vectors searched -> milliseconds of search that do not overlap with prefill, without and with speculative
+pipelining."""
 FINAL_AFTER = (0.93, 0.975, 0.99)
-"""Share of questions whose list is final from each stage on, but the last."""
+"""Share of questions whose list is final from each stage on; the last stage is omitted."""
 _GAP = 10.0
 """Seconds between questions: 0.1 per second (7.3)."""
 
@@ -59,14 +57,14 @@ def speculation(options: SimulateOptions, say: Say) -> Tables:
 
 
 class _Overlapping(SimulatedRuntime):
-    """The engine, and a search beside it: what a `Speculator` needs."""
+    """Simulated engine with a concurrent search: the backend of a `Speculator`."""
 
     may_speculate = True
 
     def __init__(self, case: Case, mode: Mode) -> None:
-        super().__init__(case.plant, case.ragcache(), case.options.seed)
+        super().__init__(case.hardware, case.ragcache(), case.options.seed)
         self._case = case
-        self._max_tokens = case.plant.max_tokens
+        self._max_tokens = case.hardware.max_tokens
         self._searching = VirtualClock()
         self._speculator = Speculator(self, SpeculationConfig(mode=mode), self._searching, Metrics())
         self._listeners: dict[RequestId, Listener] = {}
@@ -84,7 +82,7 @@ class _Overlapping(SimulatedRuntime):
             self._dispatch([event])
 
     def run(self, search_seconds: float) -> dict[str, float]:
-        """Means over all questions, the first of which only warm up."""
+        """Return means over all questions after warm-up."""
         options, traffic = self._case.options, self._case.traffic
         self.ask(traffic.prompts(options.num_warm, 0))
         count = options.num_requests
@@ -131,7 +129,7 @@ class _Overlapping(SimulatedRuntime):
         }
 
     def _run_until(self, moment: float) -> None:
-        """A step that is under way then is finished."""
+        """Run the engine until a moment; a step in progress then is completed."""
         while self.engine.has_work and self.clock.monotonic() < moment:
             self._dispatch(self.engine.step())
         if self.clock.monotonic() < moment < float("inf"):

@@ -1,8 +1,8 @@
-"""`stillroom bench simulate --validate`: one workload on the real runtime and simulated, with the same engine settings,
-on a cost profile measured on this machine just before.
+"""`stillroom bench simulate --validate`: compares a simulated workload with the real runtime.
 
-The model is `bench runtime`'s Llama of 135 million random weights. Both get the same prompts at the same moments; what
-is compared is the mean time to the first token.
+Both use the same engine settings and a cost profile measured before on this machine. The model is the Llama of
+`bench runtime` with 135 million random weights. Both get the same prompts at the same times; the mean times to first
+token are compared.
 """
 
 import tempfile
@@ -34,12 +34,12 @@ from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 ARMS = ("off", "tiers")
 LOADS = (0.0, 0.5, 1.0)
-"""Times what `off` serves one request after the other; 0: each when the one before is answered."""
+"""Multiples of the sequential throughput of `off`; 0: sequential requests."""
 GOAL = 0.15
 _STEP_TOKENS, _DOCUMENTS, _VOCABULARY, _BLOCK = 512, 120, 49_152, 16
 
 
-def run_validation(  # noqa: PLR0913  what tests make smaller
+def run_validation(  # noqa: PLR0913  sizes that tests reduce
     work_dir: Path,
     *,
     seed: int = 0,
@@ -62,7 +62,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
     pool = made_pool(_DOCUMENTS, min(_VOCABULARY, shape.vocab_size), seed)
     traffic = ReuseTraffic(pool, "mmlu", 2, "fixed", seed)
     budget = budget_for(pool, traffic.prompts(num_warm + num_requests, 0), 1)
-    on_progress("measuring what computing and loading cost")
+    on_progress("measuring the costs of computing and loading")
     costs, per_token, max_model_len = _costs(folder, work_dir, budget.device, repeat)
     samples, rows = Samples(), []
     with tempfile.TemporaryDirectory(dir=work_dir, prefix="simulate-") as scratch:
@@ -75,7 +75,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
             "max_tokens": 1,
             "scratch": scratch,
         }
-        plant = HardwareModel(
+        hardware = HardwareModel(
             costs=costs,
             bytes_per_token=per_token,
             num_layers=shape.num_layers,
@@ -87,7 +87,7 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
         service = 0.0
         for arm in ARMS:
             config = reuse_config(arm, budget.host * per_token, 0)
-            simulated = SimulatedRuntime(plant, EnginePolicy(reuse=config))
+            simulated = SimulatedRuntime(hardware, EnginePolicy(reuse=config))
             real = OurRuntime(arm, folder, settings, environment.num_threads, costs)
             warm = traffic.prompts(num_warm, 0)
             simulated.ask(warm)
@@ -96,14 +96,14 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
                 on_progress(f"{arm}, {load:g}x")
                 prompts = traffic.prompts(num_requests, 1 + number)
                 dues = arrivals(num_requests, load * service, [seed, 6, number]) if load else None
-                told = drive(real, prompts, dues)
+                found = drive(real, prompts, dues)
                 predicted = simulated.ask(prompts, dues)
-                measured = float(np.mean(told["seconds"]))
+                measured = float(np.mean(found["seconds"]))
                 service = service or 1 / measured
                 group = f"{load:g}x/{arm}"
-                samples.values[f"{group} measured"] = {METRIC: told["seconds"]}
+                samples.values[f"{group} measured"] = {METRIC: found["seconds"]}
                 samples.values[f"{group} simulated"] = {METRIC: predicted.seconds}
-                kept = sum(map(sum, told["cached"]))
+                kept = sum(map(sum, found["cached"]))
                 row = {"arm": arm, "load": f"{load:g}x" if load else "one by one", "measured s": measured}
                 row |= {"simulated s": predicted.mean, "simulated / measured": predicted.mean / measured}
                 row |= {"within 15 %": "yes" if abs(predicted.mean / measured - 1) <= GOAL else "no"}
@@ -115,14 +115,14 @@ def run_validation(  # noqa: PLR0913  what tests make smaller
         environment,
         parameters,
         samples,
-        notes=["The same prompts at the same moments, measured and simulated by costs measured just before."],
+        notes=["The same prompts at the same times, measured, and simulated with costs measured before."],
         tables={"mean time to first token": rows},
         sample_of="request",
     )
 
 
 def _costs(folder: Path, work_dir: Path, num_tokens: int, repeat: int) -> tuple[CostProfile, int, int]:
-    """Of this machine, with bytes per token of KV and the model's length."""
+    """Measure the costs of this machine. Returns them with the KV bytes per token and the model's maximum length."""
     decoder = load_decoder(folder, device="cpu", dtype="bfloat16")
     kv = kv_shape(decoder)
     num_blocks = max(num_tokens // _BLOCK, 4096 // _BLOCK)

@@ -1,4 +1,4 @@
-"""What `stillroom bench simulate` simulates: a model on a modelled machine, its traffic, and the systems compared."""
+"""Cases of `stillroom bench simulate`: a model on a modelled machine, its traffic, and the compared systems."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ SYSTEM_TOKENS, QUESTION_TOKENS = 64, 32
 _MEAN_DOCUMENT, _SPREAD = 3718, 0.8
 
 VLLM = EnginePolicy(reuse=ReuseConfig(mode="off"))
-"""RAGCache's baseline: its version keeps nothing between requests."""
+"""RAGCache's baseline: that version of vLLM caches nothing between requests."""
 SGLANG = EnginePolicy(reuse=ReuseConfig(policy="lru", looks_ahead=False, host_bytes=0, disk_bytes=0))
-"""On the device only, the least recently used leaves."""
+"""LRU eviction on the device only."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Case:
     """One model on its machine under one kind of traffic."""
 
     machine: Machine
-    plant: HardwareModel
+    hardware: HardwareModel
     traffic: ReuseTraffic
     options: SimulateOptions
 
     def service_rate(self) -> float:
-        """Requests per second of an engine that keeps nothing, one after the other."""
-        outcome = SimulatedRuntime(self.plant, VLLM).ask(self.traffic.prompts(60, 1))
+        """Return the sequential throughput without reuse, in requests per second."""
+        outcome = SimulatedRuntime(self.hardware, VLLM).ask(self.traffic.prompts(60, 1))
         return len(outcome.seconds) / outcome.wall_seconds
 
     def run(self, system: EnginePolicy, rates: Sequence[float]) -> list[SimulatedOutcome]:
-        """One arm: warmed up, then at each rate, in requests per second, with what it kept so far."""
-        options, runtime = self.options, SimulatedRuntime(self.plant, system)
+        """Run one arm after warm-up at each rate in requests per second; its cache persists between rates."""
+        options, runtime = self.options, SimulatedRuntime(self.hardware, system)
         if system.reuse.keeps_kv:
             runtime.ask(self.traffic.prompts(options.num_warm, 0))
         found = []
@@ -52,11 +52,11 @@ class Case:
         return found
 
     def ragcache(self, host_bytes: int | None = None, **changes: Any) -> EnginePolicy:
-        """Device and host under PGDSF, those who find most of their prompt first."""
+        """Return RAGCache's policy: device and host with PGDSF, and its cache-aware admission order."""
         return EnginePolicy(reuse=self._two_tiers("pgdsf", host_bytes), **{"scheduling": "cache_first", **changes})
 
     def ours(self, host_bytes: int | None = None) -> EnginePolicy:
-        """The same tiers and order under the default policy."""
+        """Return the same tiers and admission order with Stillroom's default eviction policy."""
         return EnginePolicy(reuse=self._two_tiers(ReuseConfig().policy, host_bytes), scheduling="cache_first")
 
     def with_policy(self, policy: EvictionPolicy, host_bytes: int) -> EnginePolicy:
@@ -68,16 +68,16 @@ class Case:
 
 
 def ragcache_case(name: str, curve: str, k: int, options: SimulateOptions, max_seqs: int = 4) -> Case:
-    """Answers have one token on MMLU and 6 on Natural Questions, their mean (7, Workloads)."""
+    """Make a case of RAGCache: answers have 1 token on MMLU and 6 on Natural Questions, their mean (7, Workloads)."""
     machine, max_tokens = load_machine(name), 1 if curve == "mmlu" else 6
     length = int(machine["model.max_tokens"])
     longest = (length - SYSTEM_TOKENS - QUESTION_TOKENS - max_tokens) // k
     pool = wikipedia_pool(options.num_documents, longest, options.seed)
     traffic = ReuseTraffic(pool, curve, k, options.companions, options.seed)
-    return Case(machine, plant_of(machine, max_seqs=max_seqs, max_tokens=max_tokens), traffic, options)
+    return Case(machine, hardware_of(machine, max_seqs=max_seqs, max_tokens=max_tokens), traffic, options)
 
 
-def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> HardwareModel:
+def hardware_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> HardwareModel:
     return HardwareModel(
         costs=machine.costs(),
         bytes_per_token=machine.bytes_per_token,
@@ -91,8 +91,11 @@ def plant_of(machine: Machine, *, max_seqs: int, max_tokens: int) -> HardwareMod
 
 
 def wikipedia_pool(size: int, longest: int, seed: int) -> Pool:
-    """Documents of random tokens. RAGCache 3.1 gives the mean length, 3,718 tokens, and a picture of the distribution:
-    here it is log-normal, and what is longer than `longest` is cut, as prompts of two must fit into LLaMA2's 4,096."""
+    """Make documents of random tokens with log-normal lengths, cut to `longest` tokens.
+
+    RAGCache 3.1 gives the mean length, 3,718 tokens, and plots the distribution. Cutting lets prompts of two documents
+    fit into LLaMA2's 4,096 tokens.
+    """
     rng = np.random.default_rng([seed, 1])
     median = np.log(_MEAN_DOCUMENT) - _SPREAD**2 / 2
     lengths = np.clip(rng.lognormal(median, _SPREAD, size), 64, longest).astype(int)

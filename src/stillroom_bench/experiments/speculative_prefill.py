@@ -1,10 +1,10 @@
-"""`stillroom bench pipeline speculation`: what it gains that the model begins to read while the search goes on
-(RAGCache 5.3; 7.3, Figure 19 and Table 3).
+"""`stillroom bench pipeline speculation`: gain of speculative prefill during the search (RAGCache 5.3; 7.3, Figure 19
+and Table 3).
 
-A dense search of inverted lists looks at a share of the lists, as in the paper; the more, the longer it takes. Its
-documents make a prompt for a real engine, which keeps their KV. Arms ask the same questions in turn, each beginning
-with nothing kept: first search and then read, always begin early, and begin early where that was measured to pay. The
-paper asks one question at a time; several clients at once show what is left of it when the engine is busy.
+A dense search probes a share of the inverted lists, as in the paper. Its documents make a prompt for a real engine,
+which caches their KV. Arms answer the same questions, each with an empty cache: no speculation (`off`), speculation
+always (`on`), and speculation where it was measured to pay (`auto`). The paper runs one question at a time; concurrent
+clients show the gain on a busy engine.
 """
 
 import hashlib
@@ -61,11 +61,11 @@ def run_speculation(
     shape: Shape | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: where embeddings and the model's random weights are kept between runs.
-        shape: of the model; None is one of 135 million parameters.
+        work_dir: folder that keeps embeddings and the model's random weights between runs.
+        shape: shape of the model; None: 135 million parameters.
 
     Raises:
         UsageError: a data set is missing or empty.
@@ -115,7 +115,7 @@ def _engine(checkpoint: Path) -> Engine:
 
 
 class _Corpus:
-    """An index, and the chunks that its rows stand for: a made vector is another place of a real document."""
+    """An index and the chunks of its rows; a generated vector stands for a chunk of a real document."""
 
     def __init__(
         self, datasets: Sequence[Path], work_dir: Path, scope: SpeculationScope, on_progress: Callable[[str], None]
@@ -131,13 +131,13 @@ class _Corpus:
         self._zipf = scope.zipf
 
     def questions(self, num: int, seed: Sequence[int]) -> Vectors:
-        """Drawn by popularity, with repetition."""
+        """Draw questions by popularity, with repetition."""
         ranks = np.arange(1, len(self._queries) + 1, dtype=float) ** -self._zipf
         chosen = np.random.default_rng(list(seed)).choice(len(ranks), size=num, p=ranks / ranks.sum())
         return np.ascontiguousarray(self._queries[chosen])
 
     def search(self, query: Vectors, share: float, num_stages: int) -> Iterator[SearchResult]:
-        """As the knowledge base does it, without embedding the question."""
+        """Search in stages as the knowledge base does, without embedding the question."""
         clock = SystemClock()
         began = clock.monotonic()
         for found in self.index.search_staged(query, _TOP_K, num_stages, max(1, round(share * self.index.nlist))):
@@ -150,7 +150,7 @@ class _Corpus:
 
 
 class _Backend:
-    """Prompts of made tokens, as many as the documents have words, for a running engine: what a `Speculator` needs."""
+    """Backend of a `Speculator`: prompts of random tokens with the documents' lengths, on a running engine."""
 
     may_speculate = True
 
@@ -212,7 +212,7 @@ class _SpeculationBench:
         name = f"{group}/{mode}" + ("" if num_threads == self._num_threads else f", {num_threads} thread(s) compute")
 
         def run(repetition: int) -> Metrics:
-            self._start_afresh(num_threads)
+            self._clear(num_threads)
             speculator = self._speculators.get(name) or self._speculator(name, mode)
             questions = self._corpus.questions(self._scope.num_questions, (self._scope.seed, repetition + 1000))
             with ThreadPoolExecutor(num_clients) as clients:
@@ -222,13 +222,13 @@ class _SpeculationBench:
         return Arm(name, run)
 
     def _speculator(self, name: str, mode: Literal["off", "on", "auto"]) -> Speculator:
-        """Kept from run to run, for it learns."""
+        """Make a speculator, which is kept between runs because it learns."""
         config = SpeculationConfig(mode=mode, num_stages=self._scope.num_stages)
         made = self._speculators[name] = Speculator(self._backend, config, SystemClock(), Counters())
         return made
 
-    def _start_afresh(self, num_threads: int) -> None:
-        """Nothing is kept."""
+    def _clear(self, num_threads: int) -> None:
+        """Clear the cache and set the number of compute threads."""
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def clear(engine: Engine) -> None:

@@ -1,8 +1,8 @@
-"""`stillroom bench structures`: the heap, the token cache and the sketch beside the obvious alternative for the same
-job, the books of kept KV, and what deciding a step takes.
+"""`stillroom bench structures`: the heap, the token cache and the frequency sketch against common alternatives, KV
+accounting, and the time to schedule a step.
 
-Every arm of a group gets the same seeded sequence of operations, written before the clock starts, and the alternatives
-do the whole job (the heap of `heapq` really has to re-key and remove, the cache really has a token budget).
+Every arm of a group runs the same seeded sequence of operations, generated before the clock starts. The alternatives do
+the complete job: the heap on `heapq` re-keys and removes items, the plain cache has a token budget.
 """
 
 import functools
@@ -28,11 +28,11 @@ from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 OURS = "stillroom"
 
 HeapOperation = tuple[str, int, float]
-"""(what, item, key): push | pop | update | remove."""
+"""(operation, item, key), where operation is push, pop, update or remove."""
 
 
 class LazyHeap:
-    """The usual recipe on `heapq`: a re-keyed or removed item leaves a dead entry behind, skipped when it surfaces."""
+    """A heap on `heapq` with lazy deletion: re-keyed or removed items leave dead entries that `pop` skips."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, int]] = []
@@ -41,7 +41,7 @@ class LazyHeap:
         self._count = 0
 
     def __len__(self) -> int:
-        """Entries held, the dead included: what it costs."""
+        """Number of entries, including dead ones."""
         return len(self._entries)
 
     def push(self, item: int, key: float) -> None:
@@ -72,7 +72,7 @@ class LazyHeap:
     maxsize=4
 )  # every arm of a group runs the same sequence, and making it takes longer than running it
 def heap_operations(seed: int, count: int, num_waiting: int, num_updates: int) -> list[HeapOperation]:
-    """A queue of about `num_waiting` items; between an arrival and a departure, `num_updates` of them are re-keyed."""
+    """Generate operations on a queue of about `num_waiting` items; `num_updates` items are re-keyed per departure."""
     rng = np.random.default_rng(seed)
     operations: list[HeapOperation] = [("push", item, float(rng.random())) for item in range(num_waiting)]
     keys = {item: key for _, item, key in operations}
@@ -96,7 +96,7 @@ def heap_operations(seed: int, count: int, num_waiting: int, num_updates: int) -
 
 
 def drive_heap(heap: Any, operations: Sequence[HeapOperation]) -> Metrics:
-    """Run the operations; each pop must give the item that the sequence expects."""
+    """Run the operations and check the item of each pop."""
     start = time.perf_counter()
     for what, item, key in operations:
         if what == "push":
@@ -112,7 +112,7 @@ def drive_heap(heap: Any, operations: Sequence[HeapOperation]) -> Metrics:
 
 
 class PlainLru:
-    """A token budget on an OrderedDict, as one writes it in ten lines."""
+    """A minimal LRU cache with a token budget on an OrderedDict."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.total = budget, 0
@@ -133,7 +133,7 @@ class PlainLru:
 
 
 def cache_requests(seed: int, count: int) -> list[tuple[int, int]]:
-    """(key, tokens): Zipf popularity over 5,000 results, whose sizes have nothing to do with it."""
+    """Return (key, tokens) pairs with Zipf popularity over 5,000 results, whose sizes are independent of it."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(100, 2000, size=5000)
     ranks = np.arange(1, 5001, dtype=float) ** -0.9
@@ -142,7 +142,7 @@ def cache_requests(seed: int, count: int) -> list[tuple[int, int]]:
 
 
 def drive_cache(get: Callable[[int], Any], put: Callable[[int, int], Any], requests: list[tuple[int, int]]) -> Metrics:
-    """Look each result up, store it on a miss."""
+    """Look up each result and store it on a miss."""
     num_hits = tokens_saved = 0
     start = time.perf_counter()
     for key, num_tokens in requests:
@@ -168,7 +168,7 @@ def drive_counter(add: Callable[[bytes], Any], stream: Sequence[bytes]) -> float
 
 
 def _seed(seed: int, repetition: int) -> int:
-    """Every repetition has its own operations; warm-up repetitions are negative, seeds must not be."""
+    """Return a non-negative seed per repetition; warm-up repetitions are negative."""
     return 1000 * seed + repetition + 100
 
 
@@ -207,7 +207,7 @@ def _cache_arms(seed: int, count: int, budget: int, notes: list[str]) -> list[Ar
     try:
         import cachetools
     except ImportError:
-        notes.append("cachetools is not installed: left out; pip install 'stillroom[peers]'")
+        notes.append("cachetools is not installed, so it is left out; pip install 'stillroom[peers]'")
         return arms
 
     def peer(repetition: int) -> Metrics:
@@ -252,7 +252,7 @@ def _sketch_arms(seed: int, count: int) -> list[Arm]:
 def run_structures(
     options: StructuresOptions | None = None, on_run: Callable[[str, int], None] | None = None
 ) -> BenchResult:
-    """Measure all of them."""
+    """Run all arms."""
     options = options or StructuresOptions()
     repeat, seed, count = options.repeat, options.seed, options.operations
     environment = record_environment()

@@ -1,11 +1,10 @@
-"""`stillroom bench tiered --answers`: time to first token with a divided index in front of the model (VectorLiteRAG
-Figure 9 and Table 1).
+"""`stillroom bench tiered --answers`: time to first token of the model behind a divided index (VectorLiteRAG Figure 9
+and Table 1).
 
-Requests of skewed questions come at random moments. A search thread takes all that wait as one batch; the engine gets
-each prompt when its search has ended (with the dispatcher), or when that of its whole batch has. The search's share of
-a target is what the model leaves of it when nobody else asks. VectorLiteRAG's rule (Eq. 7 to 10) says how many lists
-then have to be in RAM, and arms have those, none, or all there. Before each batch the pages of the lists on disk are
-dropped.
+Skewed questions arrive at random times. A search thread takes all waiting requests as one batch. The engine gets a
+prompt when its search has ended (with the dispatcher), or when its whole batch has. The search may take the target
+minus the model's unloaded time to first token. VectorLiteRAG's rule (Eq. 7 to 10) gives the number of lists that must
+be in RAM; arms have these, none, or all in RAM. Before each batch, the page cache of the lists on disk is dropped.
 """
 
 import os
@@ -42,38 +41,38 @@ _PERCENT = 95.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerScope:
-    """What is asked. Sizes of the index and `nprobe` are those of `TieredScope`."""
+    """Requests and targets of the benchmark; the index and `nprobe` are those of `TieredScope`."""
 
     skew: str = "ORCAS"
     slos: tuple[float, ...] = (1.1, 1.25, 1.5)
-    """Targets for the first token: multiples of what the model alone takes for 95 % of the requests."""
+    """Targets of time to first token: multiples of the model's 95th percentile without search."""
     rate: float = 0.6
-    """Requests per second, times what the model serves one after the other."""
+    """Request rate, as a multiple of the model's sequential throughput."""
     num_requests: int = 60
     num_warm: int = 80
     num_documents: int = 100
     num_documents_each: int = 2
-    """Of a prompt."""
+    """Documents of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """The model, without a search."""
+class UnloadedModel:
+    """Speed of the model without search and with one request at a time."""
 
     seconds: float
-    """To the first token, for 95 % of the requests, one after the other."""
+    """95th percentile of time to first token."""
     per_second: float
-    """Served."""
+    """Requests served per second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """What the rule says of a target."""
+class PlannedDivision:
+    """The rule's result for one target."""
 
     slo: float
-    """Seconds to the first token."""
+    """Target of time to first token in seconds."""
     held: Lists | None
-    """Lists in RAM; None where no hit rate does."""
+    """Lists in RAM; None if no hit rate reaches the target."""
     verdict: str
 
 
@@ -86,44 +85,44 @@ def run_answers(
     model: Path | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: on the disk that is the slow tier; keeps the checkpoint between runs.
-        model: a checkpoint's folder with its tokenizer; None takes random weights of `shape`.
+        work_dir: folder on the disk that is the slow tier; keeps the checkpoint between runs.
+        model: folder of a checkpoint with its tokenizer; None: random weights of `shape`.
 
     Raises:
-        UsageError: there are too few vectors for so many lists.
+        UsageError: there are too few vectors for the number of lists.
     """
     check_scope(scope)
     environment = record_environment()
     work_dir.mkdir(parents=True, exist_ok=True)
     lists = made_lists(scope, on_progress)
-    on_progress(f"{asked.skew}: where questions go")
+    on_progress(f"{asked.skew}: counting accesses")
     questions = SkewedQuestions(lists, SKEWS[asked.skew], scope)
     profile = measure_profile(lists, questions.draw(500, -2), scope.nprobe, work_dir, Effort(batch_sizes=(1, 2, 4, 8)))
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
     file = work_dir / f"tiered-answers-{os.getpid()}.ivf"
     with TemporaryDirectory(dir=work_dir, prefix="answers-") as scratch:
-        house = _AnswersFixture(folder, model is not None, asked, scope, environment.num_threads, scratch)
-        on_progress("the model alone")
-        alone = house.alone()
-        plans = [plan_for(slo * alone.seconds, alone, profile, scope.nprobe) for slo in asked.slos]
+        fixture = _AnswersFixture(folder, model is not None, asked, scope, environment.num_threads, scratch)
+        on_progress("measuring the model without search")
+        unloaded = fixture.measure_unloaded()
+        plans = [plan_for(slo * unloaded.seconds, unloaded, profile, scope.nprobe) for slo in asked.slos]
         slos = [plan.slo for plan in plans]
         try:
             tiers = TieredLists(write_bare_list_file(lists, file))
             arms = [
-                Arm(name, _AnswersRun(house, tiers, held, dispatches, questions, scope.nprobe, alone, slos))
+                Arm(name, _AnswersRun(fixture, tiers, held, dispatches, questions, scope.nprobe, unloaded, slos))
                 for name, held, dispatches in _arms(plans, scope.nlist)
             ]
-            with short_switch_interval():  # as a server does
+            with short_switch_interval():  # as in a server
                 samples = run_arms(
                     arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
                 )
             tiers.close()
         finally:
             file.unlink(missing_ok=True)
-            house.close()
+            fixture.close()
     parameters = {key: value for key, value in asdict(scope).items() if key not in ("shares", "batch_sizes")}
     return BenchResult(
         "stillroom bench tiered --answers",
@@ -132,24 +131,26 @@ def run_answers(
         samples,
         "all on disk",
         notes=[
-            f"A target is a multiple of the {alone.seconds:.3g} s that the model alone needs for 95 % of requests.",
-            "Before each batch of searches the pages of the lists on disk are dropped and the file is mapped anew.",
+            f"A target is a multiple of the model's 95th percentile without search, {unloaded.seconds:.3g} s.",
+            "Before each batch of searches, the page cache of the lists on disk is dropped and the file mapped again.",
         ],
         tables={"Targets": [_row(plan, scope.nlist, samples.values) for plan in plans]},
     )
 
 
-def plan_for(slo: float, alone: Alone, profile: SearchProfile, nprobe: int) -> Planned:
-    """The fewest lists in RAM that keep the search within what the model leaves of the target."""
+def plan_for(slo: float, unloaded: UnloadedModel, profile: SearchProfile, nprobe: int) -> PlannedDivision:
+    """Return the fewest lists in RAM with which the search stays within the target minus the model's time."""
     batch_sizes = profile.model.times.batch_sizes
-    found = smallest_hit_rate(rate_at(profile, nprobe), batch_sizes, alone.per_second, max(slo - alone.seconds, 1e-6))
+    budget = max(slo - unloaded.seconds, 1e-6)
+    found = smallest_hit_rate(rate_at(profile, nprobe), batch_sizes, unloaded.per_second, budget)
     if isinstance(found, Shortfall):
-        return Planned(slo, None, f"no hit rate: {found.binding}, {found.possible:.3g} of {found.needed:.3g}/s")
-    return Planned(slo, hottest(profile.accesses(), found.hit_rate), f"hit rate {found.hit_rate:.0%}")
+        verdict = f"no hit rate: {found.binding}, {found.possible:.3g} of {found.needed:.3g}/s"
+        return PlannedDivision(slo, None, verdict)
+    return PlannedDivision(slo, hottest(profile.accesses(), found.hit_rate), f"hit rate {found.hit_rate:.0%}")
 
 
-def _arms(plans: Sequence[Planned], nlist: int) -> list[tuple[str, Lists, bool]]:
-    """Name, lists in RAM, whether the dispatcher is on: each division once."""
+def _arms(plans: Sequence[PlannedDivision], nlist: int) -> list[tuple[str, Lists, bool]]:
+    """Return name, lists in RAM, and whether the dispatcher is on, for each distinct division."""
     everything = np.arange(nlist)
     found = {"all on disk": everything[:0]}
     found |= {_name(plan.held, nlist): plan.held for plan in plans if plan.held is not None}
@@ -165,7 +166,7 @@ def _name(held: Lists, nlist: int) -> str:
     return {0: "all on disk", nlist: "all in RAM"}.get(len(held), f"{len(held) / nlist:.1%} of lists in RAM")
 
 
-def _row(plan: Planned, nlist: int, values: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def _row(plan: PlannedDivision, nlist: int, values: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     row: dict[str, Any] = {"target ms": 1e3 * plan.slo, "rule": plan.verdict}
     key = f"within_{1e3 * plan.slo:.0f}_ms"
     planned = "" if plan.held is None else _name(plan.held, nlist)
@@ -196,24 +197,26 @@ class _AnswersFixture:
         self.runtime = OurRuntime("tiers", folder, settings, num_threads)
 
     def prompts(self, repetition: int) -> list[Any]:
-        """To warm up, then those that count; a repetition has its own."""
+        """Return warm-up prompts, then measured prompts, different in each repetition."""
         return self._traffic.prompts(self.asked.num_warm + self.asked.num_requests, repetition + 1)
 
-    def warmed(self, repetition: int) -> list[Any]:
-        """A fresh engine that has answered the first requests; the others."""
+    def warm_up(self, repetition: int) -> list[Any]:
+        """Answer the warm-up prompts with a new engine, and return the measured prompts."""
         prompts = self.prompts(repetition)
         self.runtime.reset()
         drive(self.runtime, prompts[: self.asked.num_warm], None)
         return prompts[self.asked.num_warm :]
 
-    def alone(self) -> Alone:
-        """One request after the other, without a search."""
-        found = drive(self.runtime, self.warmed(-1), None)
-        return Alone(float(np.percentile(found["seconds"], _PERCENT)), self.asked.num_requests / found["wall_seconds"])
+    def measure_unloaded(self) -> UnloadedModel:
+        """Measure sequential requests without search."""
+        found = drive(self.runtime, self.warm_up(-1), None)
+        seconds = float(np.percentile(found["seconds"], _PERCENT))
+        return UnloadedModel(seconds, self.asked.num_requests / found["wall_seconds"])
 
-    def dues(self, alone: Alone, repetition: int) -> list[float]:
-        """When requests come: the same for every arm."""
-        return arrivals(self.asked.num_requests, self.asked.rate * alone.per_second, [self._seed, 8, repetition + 1000])
+    def dues(self, unloaded: UnloadedModel, repetition: int) -> list[float]:
+        """Return the arrival times, the same for every arm."""
+        rate = self.asked.rate * unloaded.per_second
+        return arrivals(self.asked.num_requests, rate, [self._seed, 8, repetition + 1000])
 
     def close(self) -> None:
         self.runtime.close()
@@ -222,28 +225,28 @@ class _AnswersFixture:
 class _AnswersRun:
     """One arm."""
 
-    def __init__(  # noqa: PLR0913  what an arm is made of
+    def __init__(  # noqa: PLR0913  the parts of an arm
         self,
-        house: _AnswersFixture,
+        fixture: _AnswersFixture,
         tiers: TieredLists,
         held: Lists,
         dispatches: bool,
         questions: SkewedQuestions,
         nprobe: int,
-        alone: Alone,
+        unloaded: UnloadedModel,
         slos: Sequence[float],
     ) -> None:
-        self._house, self._tiers, self._held, self._dispatches = house, tiers, held, dispatches
-        self._questions, self._nprobe, self._alone, self._slos = questions, nprobe, alone, slos
+        self._fixture, self._tiers, self._held, self._dispatches = fixture, tiers, held, dispatches
+        self._questions, self._nprobe, self._unloaded, self._slos = questions, nprobe, unloaded, slos
 
     def __call__(self, repetition: int) -> Metrics:
-        prompts = self._house.warmed(repetition)
+        prompts = self._fixture.warm_up(repetition)
         self._tiers.exchange(np.flatnonzero(self._tiers.is_in_ram), ())
         self._tiers.exchange((), self._held)
         queries = self._questions.draw(len(prompts), repetition)
         search = BatchedSearch(self._tiers, queries, self._nprobe, self._dispatches)
-        searched = Searched(self._house.runtime, search)
-        found = drive(searched, prompts, self._house.dues(self._alone, repetition))
+        searched = Searched(self._fixture.runtime, search)
+        found = drive(searched, prompts, self._fixture.dues(self._unloaded, repetition))
         search.stop(searched.asked)
         seconds = np.array(found["seconds"])
         waits = np.array(list(searched.search_seconds.values()))
@@ -258,19 +261,19 @@ class _AnswersRun:
 
 
 class BatchedSearch:
-    """Takes all requests that wait as one batch, again and again."""
+    """Searches repeatedly for all waiting requests as one batch."""
 
     def __init__(self, tiers: TieredLists, queries: Any, nprobe: int, dispatches: bool) -> None:
         """
         Args:
-            queries: one for each request, [n, d].
-            dispatches: whether a request goes on when its own search has ended, or when all of its batch have.
+            queries: query of each request, [n, d].
+            dispatches: whether a request is passed on when its own search has ended, instead of its whole batch's.
         """
         self._tiers, self._queries, self._nprobe, self._dispatches = tiers, queries, nprobe, dispatches
         self.num_batches = 0
 
     def stop(self, asked: "queue.SimpleQueue[Asked]") -> None:
-        """No more requests will come."""
+        """End the thread after the queued requests."""
         asked.put((-1, ()))
 
     def __call__(self, asked: "queue.SimpleQueue[Asked]", end: Callable[[Asked], None]) -> None:
@@ -283,12 +286,12 @@ class BatchedSearch:
             self.num_batches += 1
             self._tiers.drop_pages()
             held_back: list[Asked] = []
-            tell = end if self._dispatches else held_back.append
+            pass_on = end if self._dispatches else held_back.append
 
-            def on_found(number: int, _: Scored, batch: list[Asked] = batch, tell: Any = tell) -> None:
-                tell(batch[number])
+            def on_found(number: int, _: Scored, batch: list[Asked] = batch, pass_on: Any = pass_on) -> None:
+                pass_on(batch[number])
 
             numbers = [number for number, _ in batch]
             self._tiers.search_batch(self._queries[numbers], _NUM_FOUND, self._nprobe, on_found)
-            for one in held_back:
-                end(one)
+            for request in held_back:
+                end(request)

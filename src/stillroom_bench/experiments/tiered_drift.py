@@ -1,11 +1,10 @@
-"""`stillroom bench tiered --drift`: how long a tiered index takes to follow a sudden shift of what is asked for
+"""`stillroom bench tiered --drift`: time that a tiered index needs to adapt to a sudden shift of the popular topics
 (VectorLiteRAG 4.1: "re-calibrated if access patterns shift").
 
-Questions of one skew, one after the other; then, from one question to the next, the hot lists are elsewhere. Arms
-exchange lists by `DriftRules`, in a thread beside the searches as a knowledge base does, or keep what was hot before.
-Both begin with the lists that are hottest by questions like the first ones. Now and then the pages of the file are
-dropped, so that lists on disk are read from there. Recovered is who has, over one window, nine tenths of the hit rate
-that he had over all windows before the shift.
+Questions of one skew run in sequence; then other lists become hot. One arm exchanges lists by `DriftRules` in a
+concurrent thread, as a knowledge base does; the other keeps the initial choice. Both start with the hottest lists of
+similar questions. The page cache of the file is dropped at intervals, so that lists on disk are read from disk. An arm
+has recovered when its hit rate over one window reaches nine tenths of its mean hit rate before the shift.
 """
 
 import dataclasses
@@ -33,47 +32,47 @@ _RECOVERED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class DriftScope:
-    """What happens. Sizes of the index and `nprobe` are those of `TieredScope`."""
+    """Course of the benchmark; the index and `nprobe` are those of `TieredScope`."""
 
     share: float = 0.2
-    """Of the bytes of lists in RAM."""
+    """Share of the lists' bytes in RAM."""
     num_before: int = 2048
-    """SkewedQuestions before the shift."""
+    """Questions before the shift."""
     num_after: int = 8192
     window: int = 128
-    """SkewedQuestions over which hit rate and time are reported."""
+    """Questions over which hit rate and time are reported."""
     drop_every: int = 8
-    """SkewedQuestions after which pages are dropped."""
+    """Questions after which the page cache is dropped."""
     half_lives: tuple[float, ...] = (DriftRules().half_life,)
-    """Of an access; an arm each."""
+    """Half-lives of an access in questions; one arm each."""
     skew: str = "ORCAS"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some questions in a row."""
+    """Means over consecutive questions."""
 
     hit_rate: float
     mean_seconds: float
-    """Of a search."""
+    """Seconds of a search."""
 
 
 def run_drift(
     scope: TieredScope, drift: DriftScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: on the disk that is the slow tier; what is written there is removed again.
+        work_dir: folder on the disk that is the slow tier; its files are removed after the run.
 
     Raises:
-        UsageError: there are too few vectors for so many lists.
+        UsageError: there are too few vectors for the number of lists.
     """
     check_scope(scope)
     environment = record_environment()
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
-    on_progress(f"{drift.skew}: where questions go")
+    on_progress(f"{drift.skew}: counting accesses")
     topics = [SkewedQuestions(lists, SKEWS[drift.skew], scope, topic=topic) for topic in range(2)]
     file = work_dir / f"tiered-drift-{os.getpid()}.ivf"
     rules = {
@@ -81,9 +80,8 @@ def run_drift(
     } | {"first choice stays": DriftRules(is_exchanging=False)}
     courses: dict[str, list[Window]] = {}
     try:
-        tiers = TieredLists(
-            write_bare_list_file(lists, file)
-        )  # one for all: whoever maps a page keeps it from being dropped
+        # shared by all arms, because pages that are mapped elsewhere would not be dropped
+        tiers = TieredLists(write_bare_list_file(lists, file))
         runs = [_DriftRun(name, tiers, topics, one, scope, drift, courses) for name, one in rules.items()]
         samples = run_arms(
             [Arm(run.name, run) for run in runs],
@@ -110,17 +108,17 @@ def run_drift(
         "first choice stays",
         tables={"The course of the first run": _course(courses, drift)},
         notes=[
-            f"Recovered: a window with {_RECOVERED:.0%} of the hit rate before the shift. Where `is_recovered` is 0, "
-            "queries and seconds are those that passed in vain.",
-            f"The pages of the file are dropped every {drift.drop_every} questions, which is not in the times.",
+            f"Recovered: a window with {_RECOVERED:.0%} of the hit rate before the shift. If `is_recovered` is 0, "
+            "queries and seconds are those of the whole run after the shift.",
+            f"The page cache of the file is dropped every {drift.drop_every} questions, outside the measured times.",
         ],
     )
 
 
 class _DriftRun:
-    """One arm. Each run begins anew."""
+    """One arm; each run starts from the initial choice."""
 
-    def __init__(  # noqa: PLR0913  what an arm is made of
+    def __init__(  # noqa: PLR0913  the parts of an arm
         self,
         name: str,
         tiers: TieredLists,
@@ -140,12 +138,12 @@ class _DriftRun:
         num_bytes = int(drift.share * self._tiers.list_bytes().sum())
         with ThreadPoolExecutor(1, thread_name_prefix="stillroom-lists") as pool:
 
-            def beside(job: Callable[[], None]) -> None:
+            def in_background(job: Callable[[], None]) -> None:
                 pool.submit(job)
 
             hot = HotLists(self._tiers, num_bytes, self._rules, lambda job: job(), self._topics[0].counts)
-            hot.start()  # the first choice is there before the first question
-            hot = HotLists(self._tiers, num_bytes, self._rules, beside, self._topics[0].counts)
+            hot.start()  # loads the initial choice before the first question
+            hot = HotLists(self._tiers, num_bytes, self._rules, in_background, self._topics[0].counts)
             before = self._ask(hot, self._topics[0], drift.num_before, repetition)
             after = self._ask(hot, self._topics[1], drift.num_after, repetition)
         self._courses.setdefault(self.name, [*before, *after])
@@ -188,7 +186,7 @@ class _DriftRun:
 
 
 def _course(courses: dict[str, list[Window]], drift: DriftScope) -> list[dict[str, Any]]:
-    """Windows that begin with questions at growing distance from the shift."""
+    """Return rows of windows at growing distance from the shift."""
     num_before = -(-drift.num_before // drift.window)
     num_after = -(-drift.num_after // drift.window)
     chosen = [num_before - 1] + sorted(

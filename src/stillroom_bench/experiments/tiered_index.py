@@ -1,11 +1,9 @@
-"""`stillroom bench tiered`: what it gains that hot lists of an index are in RAM and the others on disk (VectorLiteRAG
-5).
+"""`stillroom bench tiered`: gain of an IVF-PQ index with hot lists in RAM and the others on disk (VectorLiteRAG 5).
 
-An IVF-PQ index over made vectors, and questions of which some places of it are asked far more often than others: 10 %
-of the lists take 40 % of the accesses, as of wiki-all, or 80 %, as of ORCAS (3.3). Arms have no list, the hottest ones,
-or all lists in RAM. Before each batch the file of the lists on disk is mapped anew after the system was told to drop
-its pages (posix_fadvise), so that every page that a batch needs is read from the disk again; `read_bytes` is what the
-system says was read from it (/proc/self/io).
+The index has generated vectors. Questions are skewed: 10 % of the lists take 40 % of the accesses, as in wiki-all, or
+80 %, as in ORCAS (3.3). Arms have no list, the hottest lists, or all lists in RAM. Before each batch, the page cache of
+the list file is dropped (posix_fadvise) and the file is mapped again, so that every page is read from disk;
+`read_bytes` is the amount that the system reports (/proc/self/io).
 """
 
 import os
@@ -27,11 +25,11 @@ from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 
-faiss: Any = _faiss  # its type information lacks what is made at import
+faiss: Any = _faiss  # its type stubs lack names that are created at import
 
 Vectors = NDArray[np.float32]
 SKEWS = {"wiki-all": 0.4, "ORCAS": 0.8}
-"""Share of accesses of the hottest tenth of the lists (VectorLiteRAG 3.3)."""
+"""Share of accesses that go to the hottest tenth of the lists (VectorLiteRAG 3.3)."""
 
 _DIMENSION, _SUBQUANTIZERS, _NBITS = 384, 48, 8
 _CHUNK = 50_000
@@ -41,13 +39,13 @@ _NUM_FOUND = 50
 
 
 def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
-    """Measure everything.
+    """Run the benchmark.
 
     Args:
-        work_dir: on the disk that is the slow tier; what is written there is removed again.
+        work_dir: folder on the disk that is the slow tier; its files are removed after the run.
 
     Raises:
-        UsageError: there are too few vectors for so many lists.
+        UsageError: there are too few vectors for the number of lists.
     """
     check_scope(scope)
     environment = record_environment()
@@ -57,7 +55,7 @@ def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], 
     rows = []
     try:
         for name, share in SKEWS.items():
-            on_progress(f"{name}: where questions go")
+            on_progress(f"{name}: counting accesses")
             asked = SkewedQuestions(lists, share, scope)
             rows.append(asked.describe(name))
             for ram in (0.0, *scope.shares, 1.0):
@@ -90,13 +88,15 @@ def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], 
 
 
 def check_scope(scope: TieredScope) -> None:
-    """Raises UsageError where there are too few vectors for so many lists."""
+    """Check the options; raises UsageError if there are too few vectors for the number of lists."""
     if scope.size < 39 * scope.nlist:
-        raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
+        raise UsageError(
+            f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; raise --size to {39 * scope.nlist:,}"
+        )
 
 
 def made_lists(scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> Any:
-    """A trained IndexIVFPQ over vectors around as many centres as there are lists."""
+    """Build an IndexIVFPQ over generated vectors around as many centres as there are lists."""
     rng = np.random.default_rng(scope.seed)
     centres = _unit(rng.standard_normal((scope.nlist, _DIMENSION)))
     quantizer = faiss.IndexFlatIP(_DIMENSION)
@@ -115,10 +115,10 @@ def made_lists(scope: TieredScope, on_progress: Callable[[str], None] = lambda _
 def _chunks(centres: Vectors, scope: TieredScope, rng: np.random.Generator) -> Iterator[Vectors]:
     for start in range(0, scope.size, _CHUNK):
         chosen = centres[rng.integers(len(centres), size=min(_CHUNK, scope.size - start))]
-        yield _beside(chosen, rng)
+        yield _near(chosen, rng)
 
 
-def _beside(vectors: Vectors, rng: np.random.Generator) -> Vectors:
+def _near(vectors: Vectors, rng: np.random.Generator) -> Vectors:
     noise = rng.standard_normal(vectors.shape, dtype=np.float32)
     return _unit(vectors + _NOISE * noise / np.linalg.norm(noise, axis=1, keepdims=True))
 
@@ -129,31 +129,34 @@ def _unit(vectors: NDArray[Any]) -> Vectors:
 
 
 class SkewedQuestions:
-    """Drawn near the centres of lists, some of which are far more popular than others, so that the hottest tenth of the
-    lists takes the share of accesses that was asked for."""
+    """Questions near the centres of lists, with Zipf popularity that gives the hottest tenth of the lists a share."""
 
     def __init__(self, lists: Any, share: float, scope: TieredScope, topic: int = 0) -> None:
-        """`topic`: another number, other popular lists."""
+        """
+        Args:
+            share: share of accesses of the hottest tenth of the lists.
+            topic: number that selects which lists are popular.
+        """
         self._topic = topic
         self._scope, self._lists = scope, lists
         self._centres = lists.quantizer.reconstruct_n(0, scope.nlist)
         order = np.random.default_rng([scope.seed, 1 + 2 * topic]).permutation(scope.nlist)
         self._centres = np.ascontiguousarray(self._centres[order])
         low, high = 0.0, 4.0
-        for _ in range(12):  # a neighbour of a popular list need not be popular, so a law alone does not tell
+        for _ in range(12):  # accesses spread to neighbouring lists, so the exponent is fitted to counts
             self._exponent = (low + high) / 2
             counts = accesses(lists, self.draw(_NUM_PROFILED, -1), scope.nprobe)
             found = np.sort(counts)[::-1][: scope.nlist // 10].sum() / counts.sum()
             low, high = (self._exponent, high) if found < share else (low, self._exponent)
         self.counts = accesses(lists, self.draw(_NUM_PROFILED, -2), scope.nprobe)
-        """Of the questions that the division is decided by; those that are measured are others."""
+        """Accesses per list of the questions that decide the division; the measured questions are different."""
 
     def draw(self, count: int, repetition: int) -> Vectors:
-        """SkewedQuestions [count, d]."""
+        """Return questions [count, d]."""
         rng = np.random.default_rng([self._scope.seed, 2 + 2 * self._topic, repetition + 1000])
         weights = np.arange(1, len(self._centres) + 1, dtype=float) ** -self._exponent
         chosen = rng.choice(len(weights), size=count, p=weights / weights.sum())
-        return _beside(self._centres[chosen], rng)
+        return _near(self._centres[chosen], rng)
 
     def describe(self, name: str) -> dict[str, Any]:
         counts = np.sort(self.counts)[::-1]
@@ -165,7 +168,7 @@ class SkewedQuestions:
 
 
 class DividedBench:
-    """One division of the lists, measured."""
+    """Arms of one division of the lists between RAM and disk."""
 
     def __init__(
         self, skew: str, share: float, lists: Any, asked: SkewedQuestions, file: Path, scope: TieredScope
@@ -211,7 +214,7 @@ class DividedBench:
         return run
 
     def _batch(self, queries: Vectors) -> list[float]:
-        """Seconds to each query's result."""
+        """Return the seconds to each query's result."""
         seconds = [0.0] * len(queries)
         began = time.perf_counter()
 
@@ -223,7 +226,7 @@ class DividedBench:
 
 
 def _bytes_read() -> int:
-    """From disks, by this process; 0 where the system does not say."""
+    """Return the bytes that this process has read from disks; 0 if the system does not report them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

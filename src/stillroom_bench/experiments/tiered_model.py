@@ -1,11 +1,9 @@
-"""`stillroom bench tiered --predict`: predicted throughput of divided lists beside the measured one (VectorLiteRAG
-Figure 8).
+"""`stillroom bench tiered --predict`: predicted against measured throughput of divided lists (VectorLiteRAG Figure 8).
 
-For each skew of questions the index is profiled as `stillroom plan` does it: all lists on disk, a random half in RAM,
-all in RAM. From that the throughput of divisions that were not measured is told, the hottest lists in RAM, and then
-they are measured with other questions. Three predictions stand beside each other: the counted lists of `search_model`,
-the least hit rate of a batch by its exact order statistic with the times in pieces (Eq. 5), and the paper's formula as
-it is written (Eq. 1, 3, 4 and 5).
+For each skew, the index is profiled as `stillroom plan` does: all lists on disk, a random half in RAM, all in RAM. The
+profile predicts the throughput of divisions with the hottest lists in RAM, which are then measured with different
+questions. Three predictions are compared: the counted lists of `search_model`, the smallest hit rate of a batch by its
+exact order statistic with piecewise times (Eq. 5), and the paper's formula as written (Eq. 1, 3, 4 and 5).
 """
 
 import os
@@ -16,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.errors import UsageError
 from stillroom.retrieval.tiers.division import Division
 from stillroom.retrieval.tiers.partition import Lists, Partition, hottest_first
 from stillroom.retrieval.tiers.search_model import (
@@ -38,20 +35,20 @@ PREDICTORS = ("counted lists", "Eq. 5, exact minimum", "paper, Eq. 1 to 5")
 GOAL_ERROR, GOAL_HELD = 0.10, 0.90
 _NUM_PROFILED = 2000
 _NUM_DRAWN = 64
-"""Batches that a prediction is the mean of."""
+"""Number of batches that a prediction averages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedCell:
-    """One division at one batch size, predicted."""
+    """Predictions for one division at one batch size."""
 
     arm: str
-    """Of `DividedBench`."""
-    told: Prediction
+    """Name of the arm of `DividedBench`."""
+    predicted: Prediction
     by_minimum: float
     by_paper: float
     mean_seconds: float
-    """To a query's result, released by itself."""
+    """Seconds to a query's result with the dispatcher."""
 
 
 def run_prediction(
@@ -61,13 +58,12 @@ def run_prediction(
 
     Args:
         scope: its shares and batch sizes are the cells.
-        work_dir: on the disk that is the slow tier; what is written there is removed again.
+        work_dir: folder on the disk that is the slow tier; its files are removed after the run.
 
     Raises:
-        UsageError: there are too few vectors for so many lists.
+        UsageError: there are too few vectors for the number of lists.
     """
-    if scope.size < 39 * scope.nlist:
-        raise UsageError(f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; take {39 * scope.nlist:,}")
+    check_scope(scope)
     environment = record_environment()
     lists = made_lists(scope, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -81,7 +77,7 @@ def run_prediction(
             profile = _profiled(lists, asked, scope, work_dir)
             fitted.append(_fitted_row(name, profile))
             for ram in scope.shares:
-                cells += _told(name, ram, profile, asked, scope)
+                cells += _predicted(name, ram, profile, asked, scope)
                 file = work_dir / f"tiered-model-{os.getpid()}-{len(benches)}.ivf"
                 benches.append(DividedBench(name, ram, lists, asked, file, scope))
         samples = run_arms(
@@ -101,8 +97,9 @@ def run_prediction(
         samples,
         notes=[
             "Predicted from batches with all lists on disk, a random half in RAM, and all in RAM; measured with the "
-            "hottest lists in RAM and other questions. Pages of the lists on disk are dropped before each batch.",
-            "The interval should hold nine of ten measurements.",
+            "hottest lists in RAM and different questions. The page cache of the lists on disk is dropped before each "
+            "batch.",
+            "The interval should contain nine of ten measurements.",
         ],
         tables={"Summary": summary(rows), "What was fitted": fitted, "Queries per second": rows},
     )
@@ -113,10 +110,10 @@ def _profiled(lists: Any, asked: SkewedQuestions, scope: TieredScope, work_dir: 
     return measure_profile(lists, asked.draw(_NUM_PROFILED, -2), scope.nprobe, work_dir, effort)
 
 
-def _told(
+def _predicted(
     name: str, ram: float, profile: SearchProfile, asked: SkewedQuestions, scope: TieredScope
 ) -> list[PredictedCell]:
-    """As `DividedBench` divides them."""
+    """Predict all batch sizes of one division, which is that of `DividedBench`."""
     shard_of = np.full(scope.nlist, DISK)
     shard_of[hottest_first(asked.counts)[: round(ram * scope.nlist)]] = RAM
     division = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
@@ -138,26 +135,26 @@ def _told(
 
 
 def drawn_batches(probed: Lists, batch_size: int, seed: int) -> list[Lists]:
-    """Batches of queries of a profile [n, p]."""
+    """Draw batches from a profile's queries [n, p]."""
     rng = np.random.default_rng([seed, 7, batch_size])
     return [probed[rng.integers(len(probed), size=batch_size)] for _ in range(_NUM_DRAWN)]
 
 
 def _row(cell: PredictedCell, samples: Samples) -> dict[str, Any]:
     rates = samples.of(cell.arm, "queries_per_second")
-    measured = len(rates) / sum(1 / rate for rate in rates)  # all queries by all their seconds
+    measured = len(rates) / sum(1 / rate for rate in rates)  # total queries divided by total seconds
     group, _, division = cell.arm.partition("/")
     waited = float(np.mean(samples.of(cell.arm, "mean_seconds")))
     row: dict[str, Any] = {"questions like": group, "division": division, "measured": measured}
-    row |= {"predicted": cell.told.value, "interval": f"{cell.told.low:.4g} to {cell.told.high:.4g}"}
-    row |= {"holds": "yes" if cell.told.holds(measured) else "no"}
-    told = dict(zip(PREDICTORS, (cell.told.value, cell.by_minimum, cell.by_paper), strict=True))
-    row |= {f"error, {name}": f"{value / measured - 1:+.1%}" for name, value in told.items()}
+    row |= {"predicted": cell.predicted.value, "interval": f"{cell.predicted.low:.4g} to {cell.predicted.high:.4g}"}
+    row |= {"holds": "yes" if cell.predicted.holds(measured) else "no"}
+    values = dict(zip(PREDICTORS, (cell.predicted.value, cell.by_minimum, cell.by_paper), strict=True))
+    row |= {f"error, {name}": f"{value / measured - 1:+.1%}" for name, value in values.items()}
     return row | {"mean wait ms": 1e3 * waited, "predicted wait ms": 1e3 * cell.mean_seconds}
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median relative error of each predictor, and how often the interval holds."""
+    """Return the median relative error of each predictor, and how often the interval contains the measurement."""
     found = []
     for name in PREDICTORS:
         errors = [abs(float(row[f"error, {name}"].rstrip("%"))) / 100 for row in rows]

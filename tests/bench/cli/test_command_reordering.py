@@ -66,7 +66,7 @@ def test_every_flag_sets_its_option(run: Run, calls: Calls) -> None:
 
 
 def test_invalid_flags_are_refused(run: Run, calls: Calls) -> None:
-    for flags, words in ((["--curve", "x"], "unknown curves x"), (["--load", "-1"], "loads are positive")):
+    for flags, words in ((["--curve", "x"], "unknown curves x"), (["--load", "-1"], "must be positive multiples")):
         result = run("bench", "pipeline", "reordering", *flags)
         assert result.code == 2 and words in result.err
     assert not calls

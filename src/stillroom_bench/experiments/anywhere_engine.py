@@ -1,11 +1,13 @@
-"""An engine that keeps chunks, and the prompts it is asked, for `bench anywhere` and `bench preloading`.
+"""Engine fixture, prompts and replies of `bench anywhere` and `bench preloading`.
 
-A prompt is a system prompt, chunks and a question of drawn tokens, the same for every arm and run.
+A prompt is a system prompt, chunks and a question of random tokens, the same for every arm and run.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from stillroom.backends.local import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
@@ -21,12 +24,59 @@ from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
-from stillroom_bench.experiments.anywhere_replies import ANSWER_TOKENS, SYSTEM_TOKENS, Ask, PromptReply
-from stillroom_bench.experiments.experiment_options import AnywhereScope
+from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS, AnywhereScope
+
+ANSWER_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReply:
+    """The reply to one prompt."""
+
+    seconds: float
+    """Time to first token."""
+    token_ids: tuple[int, ...]
+    num_cached: int
+    """Prompt tokens that were not computed; for a peer, all cached tokens, including recomputed ones."""
+    num_recomputed: int = 0
+    sources: frozenset[Tier | None] = frozenset()
+    """Tiers that the chunks were loaded from."""
+
+
+Ask = Callable[[Sequence[Segment]], PromptReply]
+
+
+@dataclass(slots=True)
+class Answers:
+    """Replies of each arm, to compare with those of a full prefill by the same runtime."""
+
+    found: dict[str, dict[int, PromptReply]] = field(default_factory=dict)
+
+    def add(self, arm: str, repetition: int, reply: PromptReply) -> None:
+        if repetition >= 0:
+            self.found.setdefault(arm, {})[repetition] = reply
+
+    def rows(self, references: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return a row of agreement per arm.
+
+        Args:
+            references: arm -> arm that answers the same prompts with a full prefill.
+        """
+        return [
+            {"arm": arm} | agreement([(self.found[full][at], reply) for at, reply in self.found[arm].items()])
+            for arm, full in references.items()
+        ]
+
+
+def agreement(pairs: Sequence[tuple[PromptReply, PromptReply]]) -> dict[str, str]:
+    """Count the replies whose first token, and those whose every token, equals the full prefill's."""
+    first = sum(full.token_ids[0] == reply.token_ids[0] for full, reply in pairs)
+    whole = sum(full.token_ids == reply.token_ids for full, reply in pairs)
+    return {"same first token": f"{first} of {len(pairs)}", f"same {ANSWER_TOKENS} tokens": f"{whole} of {len(pairs)}"}
 
 
 class EngineFixture:
-    """An engine, its cache, and a number for each request."""
+    """An engine with its KV cache that answers one prompt at a time."""
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
         self.engine, self.cache = engine, cache
@@ -35,8 +85,8 @@ class EngineFixture:
     def allow(self, options: AnywhereOptions | None) -> None:
         self.cache.manager.allow_anywhere(options)
 
-    def leave_device(self) -> None:
-        """Everything that is kept goes one tier down."""
+    def evict_from_device(self) -> None:
+        """Evict all cached KV from the device to the tier below."""
         if self.cache.tree is not None:
             self.cache.tree.make_room(self.cache.manager.pool.num_blocks)
 
@@ -46,7 +96,7 @@ class EngineFixture:
         return self.finish(start)
 
     def submit(self, segments: Sequence[Segment], num_tokens: int = ANSWER_TOKENS) -> None:
-        """Ask for so many tokens, and do nothing yet."""
+        """Submit a prompt without running a step."""
         self._num_requests += 1
         request = Request(
             request_id=RequestId(str(self._num_requests)),
@@ -56,7 +106,7 @@ class EngineFixture:
         self.engine.submit(request)
 
     def finish(self, start: float) -> PromptReply:
-        """Of the only request that is left, with the time since `start` to its first token."""
+        """Run the only remaining request to its end; its time to first token is measured from `start`."""
         seconds = 0.0
         events: list[TokenEvent] = []
         while self.engine.has_work:
@@ -69,7 +119,7 @@ class EngineFixture:
         return PromptReply(seconds, token_ids, reuse.num_cached_tokens, reuse.num_recomputed_tokens, sources)
 
 
-def build_house(  # noqa: PLR0913  plain values, given once
+def build_fixture(  # noqa: PLR0913  plain values, given once
     decoder: Decoder,
     scope: AnywhereScope,
     reuse: ReuseConfig,
@@ -79,7 +129,7 @@ def build_house(  # noqa: PLR0913  plain values, given once
     max_num_seqs: int = 32,
     profile: CostProfile | None = None,
 ) -> EngineFixture:
-    """An engine that keeps KV of so many tokens on the device; without a profile it measures one."""
+    """Build an engine with device memory for `num_tokens` tokens of KV; without a cost profile it measures one."""
     runtime = RuntimeConfig(
         kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token,
         max_num_batched_tokens=scope.prompt_tokens,
@@ -91,14 +141,14 @@ def build_house(  # noqa: PLR0913  plain values, given once
     return EngineFixture(engine, cache)
 
 
-def keep_elsewhere(scope: AnywhereScope, ask: Ask) -> None:
-    """Each chunk behind another one, and none at its later place alone."""
+def cache_in_other_context(scope: AnywhereScope, ask: Ask) -> None:
+    """Compute the KV of each chunk behind an additional chunk, so that no later prompt has it as an exact prefix."""
     for number in range(scope.num_chunks):
         ask([system(scope), chunk(scope, scope.num_chunks), chunk(scope, number), question(scope, 0)])
 
 
 def shuffled_prompt(scope: AnywhereScope, repetition: int) -> list[Segment]:
-    """All chunks in an order of its own, the same for every arm."""
+    """Return a prompt of all chunks in an order that depends on the repetition, the same for every arm."""
     order = np.random.default_rng([scope.seed, repetition + 100]).permutation(scope.num_chunks).tolist()
     return [system(scope), *(chunk(scope, number) for number in order), question(scope, 1000 + repetition)]
 
