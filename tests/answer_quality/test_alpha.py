@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stillroom.answer_quality.alpha import find_alpha
-from stillroom.answer_quality.asking import QualityScope, engine_settings
+from stillroom.answer_quality.asking import QualityOptions, engine_settings
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 
 ROWS = [
@@ -36,7 +36,7 @@ def questions(tmp_path: Path) -> Path:
 def test_documents_outside_the_configured_focus_are_not_recomputed(questions: Path) -> None:
     shares = []
     for window in (0, 1):
-        scope = QualityScope(questions, reuse=ReuseConfig(focus_window=window), alphas=(1.0,), max_tokens=2)
+        scope = QualityOptions(questions, reuse=ReuseConfig(focus_window=window), alphas=(1.0,), max_tokens=2)
         shares.append(find_alpha(scope, 0.0).cells[0].mean_overhead)
     assert shares[1] < shares[0]
 
@@ -61,7 +61,7 @@ def test_every_other_setting_reaches_the_measured_engine(section: str) -> None:
         option: dict[str, Any] = {field.name: other}
         changed = replace(default, **option)
         options: dict[str, Any] = {section: changed}
-        runtime, reuse = engine_settings(QualityScope(Path("questions.jsonl"), **options))
+        runtime, reuse = engine_settings(QualityOptions(Path("questions.jsonl"), **options))
         measured = getattr(runtime if section == "runtime" else reuse, field.name)
         if field.name in OVERRIDDEN:
             continue

@@ -11,13 +11,12 @@ import torch
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere import FULL, run_anywhere
 from stillroom_bench.experiments.anywhere_engine import Answers, PromptReply
-from stillroom_bench.experiments.experiment_options import AnywhereScope
 from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(
     vocab_size=300, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
-SCOPE = AnywhereScope(
+SCOPE = AnywhereBenchOptions(
     num_chunks=3,
     chunk_tokens=20,
     question_tokens=8,
@@ -121,4 +120,4 @@ def test_unknown_peer_and_unsupported_chunk_length_are_refused(tmp_path: Path) -
 
 def test_too_few_documents_are_refused() -> None:
     with pytest.raises(UsageError, match="3 documents are too few for prompts of 5"):
-        AnywhereScope(num_lasting=100, num_documents=3)
+        AnywhereBenchOptions(num_lasting=100, num_documents=3)

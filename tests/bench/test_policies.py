@@ -11,7 +11,6 @@ import pytest
 from stillroom.core.kv import NodeKey
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
-from stillroom_bench.experiments.experiment_options import PoliciesScope
 from stillroom_bench.experiments.policies import ARMS, BELADY, DEFAULT, losses, run_policies
 from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS
@@ -165,9 +164,9 @@ def test_traces_are_read_and_other_files_refused(tmp_path: Path) -> None:
 def test_report_has_every_workload_and_policy(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     with pytest.raises(UsageError, match="has no rag_"):
-        run_policies(PoliciesScope(tmp_path))
+        run_policies(PoliciesOptions(tmp_path))
     (tmp_path / "traces" / "rag_x.json").write_text(json.dumps({"retrieved_docs": [["a b", "c"], ["a b", "d"]]}))
-    result = run_policies(PoliciesScope(tmp_path, 60, (1,), (0.1, 0.4), 2))
+    result = run_policies(PoliciesOptions(tmp_path, 60, (1,), (0.1, 0.4), 2))
     rows = result.tables["Token hit rate"]
     assert [(row["workload"], row["fits"]) for row in rows][::2] == [
         ("mmlu-like, k=1", "10%"),

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom_bench.experiments.experiment_options import AnywhereScope
 from stillroom_bench.experiments.preloading import PLACES, run_preloading
 from tests.bench.test_anywhere import TINY
 
@@ -21,7 +20,9 @@ def one_thread() -> Iterator[None]:
 
 
 def test_every_place_way_and_moment_is_measured(tmp_path: Path) -> None:
-    scope = AnywhereScope(num_chunks=3, chunk_tokens=20, question_tokens=8, ratios=(0.25,), dtype="float32", repeat=2)
+    scope = AnywhereBenchOptions(
+        num_chunks=3, chunk_tokens=20, question_tokens=8, ratios=(0.25,), dtype="float32", repeat=2
+    )
     result = run_preloading(scope, tmp_path, shape=TINY)
     arms = {
         f"{moment}/{place.label}, {way.label}"

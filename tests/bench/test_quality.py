@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stillroom.answer_quality.arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
-from stillroom.answer_quality.asking import QualityScope
+from stillroom.answer_quality.asking import QualityOptions
 from stillroom.answer_quality.questions import load_questions
 from stillroom.errors import UsageError
 from stillroom_bench.quality.answers import run_quality
@@ -56,7 +56,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_every_arm_is_measured_and_compared(path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    scope = QualityScope(
+    scope = QualityOptions(
         path, num_questions=2, ratios=(0.3, 1.0), alphas=(2.0,), focus_window=2, has_unturned=True, max_tokens=6
     )
     result = run_quality(scope, on_progress=lambda done, total: seen.append((done, total)))
@@ -90,7 +90,7 @@ def test_markers_of_a_prompt_format_are_removed(path: Path) -> None:
 def test_agreement_is_compared_if_no_answers_are_known(tmp_path: Path) -> None:
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps(ROWS[2]) + "\n")
-    result = run_quality(QualityScope(file, ratios=(1.0,), selectors=("question", "random"), max_tokens=4))
+    result = run_quality(QualityOptions(file, ratios=(1.0,), selectors=("question", "random"), max_tokens=4))
     assert set(result.samples.values[FULL]) == {"same_answer"}, "no question has a known answer"
     assert result.samples.of(arm_name("random", 1.0), "same_answer") == [1.0]
 
@@ -100,7 +100,7 @@ def test_similar_kinds_and_ratios_have_distinct_names(tmp_path: Path) -> None:
     file.write_text(
         "".join(json.dumps(row | {"kind": kind}) + "\n" for row, kind in zip(ROWS[:2], ["a|b", "c"], strict=True))
     )
-    result = run_quality(QualityScope(file, ratios=(0.15, 0.152), selectors=("question", "first"), max_tokens=2))
+    result = run_quality(QualityOptions(file, ratios=(0.15, 0.152), selectors=("question", "first"), max_tokens=2))
     assert {"question 15%", "question 15.2%"} < set(result.samples.values)
     tests = result.tables["question against each other selector, same budget"]
     assert {row["questions"] for row in tests} == {"a|b", "c", "all"}

@@ -77,14 +77,14 @@ def test_savings_equal_hand_computed_values() -> None:
     total = 3 * (64 + 32) + 3 * (13 + 26) + 48
     full = full_recompute(requests)
     assert full == SavingsOutcome(total, total, 2 * (13 + 26), 2 * (13 + 26))
-    beside = 64 + 3 * 32  # the system prompt once, each question
+    other_tokens = 64 + 3 * 32  # the system prompt once, each question
     assert replay(requests, Strategy(), None) == SavingsOutcome(
-        total, beside + 2 * (13 + 26) + 48, 2 * (13 + 26), 13 + 26
+        total, other_tokens + 2 * (13 + 26) + 48, 2 * (13 + 26), 13 + 26
     )
-    assert replay(requests, Strategy(reorders=True), None) == SavingsOutcome(total, beside + 13 + 26 + 48, 78, 0)
-    assert replay(requests, Strategy(ratio=0.0), None) == SavingsOutcome(total, beside + 13 + 26 + 48, 78, 0)
+    assert replay(requests, Strategy(reorders=True), None) == SavingsOutcome(total, other_tokens + 13 + 26 + 48, 78, 0)
+    assert replay(requests, Strategy(ratio=0.0), None) == SavingsOutcome(total, other_tokens + 13 + 26 + 48, 78, 0)
     half = replay(requests, Strategy(ratio=0.5), None)  # 20 of the second request's 39, after a query pass
-    assert half == SavingsOutcome(total, beside + 13 + 26 + 48 + 20 + 32, 78, 20)
+    assert half == SavingsOutcome(total, other_tokens + 13 + 26 + 48 + 20 + 32, 78, 20)
 
 
 @given(

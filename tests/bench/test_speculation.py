@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from stillroom_bench.experiments import speculative_prefill
-from stillroom_bench.experiments.experiment_options import SpeculationScope
 from stillroom_bench.experiments.speculative_prefill import MODES, run_speculation
 from stillroom_bench.loads.workloads import RealData
 from tests.bench.test_anywhere import TINY
@@ -19,7 +18,7 @@ def test_every_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     texts = tuple(f"keys rotate word{at % 7} cats{at % 3} sleep" for at in range(200))
     real = RealData(texts, tuple(map(str, range(30))), vectors[:200], vectors[200:])
     monkeypatch.setattr(speculative_prefill, "load_real_data", lambda *_: real)
-    scope = SpeculationScope((Path("data/tiny"),), 2600, 4, shares=(0.5, 1.0), num_clients=(1, 2), repeat=2, nbits=6)
+    scope = SpeculationOptions((Path("data/tiny"),), 2600, 4, shares=(0.5, 1.0), num_clients=(1, 2), repeat=2, nbits=6)
     result = run_speculation(scope, tmp_path, shape=TINY)
 
     groups = ("50% of lists, one client", "100% of lists, one client", "50% of lists, 2 clients")

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_index import SKEWS, run_tiered
 
 
 def test_every_arm_is_measured(tmp_path: Path) -> None:
-    scope = TieredScope(size=8000, nlist=64, nprobe=2, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
+    scope = TieredOptions(size=8000, nlist=64, nprobe=2, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
     result = run_tiered(scope, tmp_path)
     groups = [f"{skew}, batch {size}" for skew in SKEWS for size in (1, 4)]
     arms = ("all on disk", "25% of lists in RAM", "all in RAM")
@@ -30,4 +29,4 @@ def test_every_arm_is_measured(tmp_path: Path) -> None:
 
 def test_too_few_vectors_for_the_lists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too few"):
-        run_tiered(TieredScope(size=1000, nlist=64), tmp_path)
+        run_tiered(TieredOptions(size=1000, nlist=64), tmp_path)

@@ -9,13 +9,18 @@ import pytest
 
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.reuse_search import Asked
-from stillroom_bench.experiments.tiered_answers import AnswerScope, BatchedSearch, UnloadedModel, plan_for, run_answers
+from stillroom_bench.experiments.tiered_answers import (
+    BatchedSearch,
+    TieredAnswersOptions,
+    UnloadedModel,
+    plan_for,
+    run_answers,
+)
 from stillroom_bench.experiments.tiered_index import SkewedQuestions, made_lists
 from stillroom_bench.quality.runtime import Shape
 
-SCOPE = TieredScope(size=8000, nlist=64, nprobe=4, repeat=2)
+SCOPE = TieredOptions(size=8000, nlist=64, nprobe=4, repeat=2)
 SHAPE = Shape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2)
 
 
@@ -32,7 +37,7 @@ def profile(questions: SkewedQuestions, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_every_division_is_measured_with_and_without_the_dispatcher(tmp_path: Path) -> None:
-    asked = AnswerScope(slos=(1.0001, 1e6), num_requests=6, num_warm=4, num_documents=40)
+    asked = TieredAnswersOptions(slos=(1.0001, 1e6), num_requests=6, num_warm=4, num_documents=40)
 
     result = run_answers(SCOPE, asked, tmp_path, shape=SHAPE)
 

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from stillroom_bench.experiments.experiment_options import TieredScope
-from stillroom_bench.experiments.tiered_drift import DriftScope, run_drift
+from stillroom_bench.experiments.tiered_drift import DriftOptions, run_drift
 
 
 def test_exchanging_lists_recovers_the_hit_rate_and_the_initial_choice_does_not(tmp_path: Path) -> None:
-    scope = TieredScope(size=8000, nlist=64, nprobe=2, repeat=1)
-    drift = DriftScope(num_before=256, num_after=2048, window=64, drop_every=64, half_lives=(50.0,))
+    scope = TieredOptions(size=8000, nlist=64, nprobe=2, repeat=1)
+    drift = DriftOptions(num_before=256, num_after=2048, window=64, drop_every=64, half_lives=(50.0,))
     result = run_drift(scope, drift, tmp_path)
     moving, staying = "exchanging, half-life 50", "first choice stays"
     assert set(result.samples.values) == {moving, staying}

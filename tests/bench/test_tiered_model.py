@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_index import SKEWS
 from stillroom_bench.experiments.tiered_model import PREDICTORS, run_prediction, summary
 
 
 @pytest.mark.slow  # half a minute
 def test_every_cell_is_predicted_and_measured(tmp_path: Path) -> None:
-    scope = TieredScope(size=8000, nlist=64, nprobe=4, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
+    scope = TieredOptions(size=8000, nlist=64, nprobe=4, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
     result = run_prediction(scope, tmp_path)
     cells = result.tables["Queries per second"]
     assert [row["questions like"] for row in cells] == [f"{skew}, batch {size}" for skew in SKEWS for size in (1, 4)]
@@ -38,4 +37,4 @@ def test_summary_equals_hand_computed_values() -> None:
 
 def test_too_few_vectors_for_the_lists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="too few"):
-        run_prediction(TieredScope(size=1000, nlist=64), tmp_path)
+        run_prediction(TieredOptions(size=1000, nlist=64), tmp_path)

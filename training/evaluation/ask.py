@@ -1,4 +1,4 @@
-"""Asks a checkpoint the questions of a set, through Stillroom's own engine, greedily, and counts what is right."""
+"""Answers the questions of a set greedily with Stillroom's engine, with and without KV reuse."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.answer_quality.answer_metrics import exact_match, word_f1
 from stillroom.answer_quality.arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
-from stillroom.answer_quality.asking import QualityScope, QuestionOutcome, ask_all, bench_runtime
+from stillroom.answer_quality.asking import QualityOptions, QuestionOutcome, ask_all, bench_runtime
 from stillroom.answer_quality.questions import ChunkQuestion, load_questions
 from stillroom.backends.local import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
@@ -23,7 +23,7 @@ from training.export import MAX_ANSWER_TOKENS
 
 _AT_ONCE = 16
 REPAIRED = 0.15
-"""Share of placed tokens that reuse anywhere computes again."""
+"""Share of placed tokens that is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Asked:
 
     question: ChunkQuestion
     group: str
-    """What it shares with others, so that they are no independent samples: its document, or its world."""
+    """Its document or world; questions of one group are not independent samples."""
     answer: str
 
     @property
@@ -45,12 +45,12 @@ class Asked:
 
     @property
     def is_silent(self) -> float:
-        """Whether it says that the documents do not say."""
+        """1 if the model answers that the documents do not say, else 0."""
         return exact_match(self.answer, (SILENT,))
 
 
 def load_set(path: Path, limit: int | None = None) -> list[tuple[ChunkQuestion, str]]:
-    """The first questions of a file, each with the name of what it is about."""
+    """Read the first questions of a file, each with its group."""
     lines = path.read_text(encoding="utf-8").splitlines()
     groups = [str(json.loads(line)["document"]) for line in lines if line.strip()]
     return list(zip(load_questions(path, limit), groups, strict=False))
@@ -63,10 +63,10 @@ def ask(
     device: str = "cpu",
     on_answer: Callable[[int], None] = lambda done: None,
 ) -> list[Asked]:
-    """Every prompt computed in full; many at a time, which changes no token.
+    """Answer questions with full prefills in batches, which does not change tokens.
 
     Raises:
-        ModelError: Stillroom cannot use the checkpoint.
+        ModelError: Stillroom cannot load the checkpoint.
     """
     model = load_model(checkpoint, device=device, dtype="float32")
     engine, _ = build_engine(model.decoder, RuntimeConfig(max_num_batched_tokens=4096), SystemClock())
@@ -102,11 +102,11 @@ def _answers(engine: Engine, model: LoadedModel, questions: Sequence[ChunkQuesti
 def ask_with_reuse(
     checkpoint: str, path: Path, limit: int, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, list[QuestionOutcome]]:
-    """The same questions computed in full, over exact KV, and over KV of another context: as it is, and repaired.
+    """Answer questions with a full prefill, with exact KV, and with KV of another context with and without recompute.
 
-    Chunks are kept behind a chunk of another question, as `stillroom bench quality` does it.
+    As in `stillroom bench quality`, the KV of a chunk is computed behind a chunk of another question.
     """
-    scope = QualityScope(path, limit, bench_runtime(checkpoint), max_tokens=MAX_ANSWER_TOKENS)
+    scope = QualityOptions(path, limit, bench_runtime(checkpoint), max_tokens=MAX_ANSWER_TOKENS)
     arms = [
         QualityArm(NONE, AnywhereOptions(0.0, "first")),
         QualityArm(arm_name(OURS, REPAIRED), AnywhereOptions(REPAIRED, OURS)),

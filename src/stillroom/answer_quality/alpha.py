@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from stillroom.answer_quality.arms import FULL, QualityArm, alpha_name
-from stillroom.answer_quality.asking import QualityScope, QuestionOutcome, ask_all
+from stillroom.answer_quality.asking import QualityOptions, QuestionOutcome, ask_all
 from stillroom.backends.assembly import anywhere_options
 from stillroom.kvcache.tree.chunk_scores import AlphaCell, choose_alpha
 
@@ -24,7 +24,7 @@ class AlphaChoice:
 
 
 def find_alpha(
-    scope: QualityScope, desired: float, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    options: QualityOptions, desired: float, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> AlphaChoice:
     """Answer every question with every alpha; all other reuse options stay as configured.
 
@@ -34,12 +34,12 @@ def find_alpha(
     Raises:
         UsageError, ModelError, ConfigError: as `run_quality`.
     """
-    names = {alpha: alpha_name(scope.reuse.token_selector, alpha) for alpha in scope.alphas}
+    names = {alpha: alpha_name(options.reuse.token_selector, alpha) for alpha in options.alphas}
     arms = [
-        QualityArm(name, anywhere_options(replace(scope.reuse, recompute_budget="cfo", alpha=alpha)))
+        QualityArm(name, anywhere_options(replace(options.reuse, recompute_budget="cfo", alpha=alpha)))
         for alpha, name in names.items()
     ]
-    outcomes = ask_all(scope, scope.load(), arms, has_exact=False, on_progress=on_progress)
+    outcomes = ask_all(options, options.load(), arms, has_exact=False, on_progress=on_progress)
     has_answers = fmean(one.is_right for one in outcomes[FULL]) > 0  # False for NaN
     cells = tuple(
         AlphaCell(

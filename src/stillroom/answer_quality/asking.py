@@ -43,7 +43,7 @@ def bench_runtime(model: str) -> RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class QualityScope:
+class QualityOptions:
     """Questions, model and arms of a quality measurement."""
 
     questions: Path
@@ -107,7 +107,7 @@ class QuestionOutcome:
 
 
 def ask_all(
-    scope: QualityScope,
+    options: QualityOptions,
     questions: Sequence[ChunkQuestion],
     arms: Sequence[QualityArm],
     *,
@@ -122,7 +122,7 @@ def ask_all(
     Returns:
         Arm name -> one outcome per question, in the order of the questions; the full prefill comes first.
     """
-    bench = _Asker(load_configured(scope.runtime), scope)
+    bench = _Asker(load_configured(options.runtime), options)
     outcomes: dict[str, list[QuestionOutcome]] = {name: [] for name in (FULL, *(arm.name for arm in arms))}
     for number, question in enumerate(questions):
         foreign = questions[number - 1].chunks if len(questions) > 1 else question.chunks[::-1]
@@ -146,26 +146,26 @@ def _shuffled(chunks: Sequence[Chunk]) -> list[Chunk]:
     return order if order != list(chunks) else order[::-1]
 
 
-def engine_settings(scope: QualityScope) -> tuple[RuntimeConfig, ReuseConfig]:
+def engine_settings(options: QualityOptions) -> tuple[RuntimeConfig, ReuseConfig]:
     """Return the configured settings, with the storage and use of KV overridden.
 
     Two engines share `kv_bytes`. All cached documents are placed, host memory holds them, the disk tier and audits are
     off.
     """
-    runtime = replace(scope.runtime, kv_bytes=scope.runtime.kv_bytes // 2)
-    host_bytes = max(scope.reuse.host_bytes, ReuseConfig().host_bytes)
-    reuse = replace(scope.reuse, mode="anywhere", audit_share=0.0, load="always", host_bytes=host_bytes, disk_bytes=0)
+    runtime = replace(options.runtime, kv_bytes=options.runtime.kv_bytes // 2)
+    host_bytes = max(options.reuse.host_bytes, ReuseConfig().host_bytes)
+    reuse = replace(options.reuse, mode="anywhere", audit_share=0.0, load="always", host_bytes=host_bytes, disk_bytes=0)
     return runtime, reuse
 
 
 class _Asker:
     """Two engines of one model: one without reuse, one whose reuse options change per arm."""
 
-    def __init__(self, model: LoadedModel, scope: QualityScope) -> None:
+    def __init__(self, model: LoadedModel, options: QualityOptions) -> None:
         self._model = model
-        self._scope = scope
+        self._options = options
         self._prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
-        clock, (runtime, reuse) = SystemClock(), engine_settings(scope)
+        clock, (runtime, reuse) = SystemClock(), engine_settings(options)
         self._off, _ = build_engine(model.decoder, runtime, clock)
         self._anywhere: Engine
         self._cache: KVCache
@@ -180,12 +180,12 @@ class _Asker:
         self._num_requests = 0
 
     def ask_without_reuse(self, question: ChunkQuestion) -> EngineReply:
-        return self._ask(self._off, question.chunks, question.question, self._scope.max_tokens)
+        return self._ask(self._off, question.chunks, question.question, self._options.max_tokens)
 
     def cache_in_other_context(self, question: ChunkQuestion, foreign: Sequence[Chunk]) -> None:
         """Compute and cache the exact KV of each chunk in another context."""
         self._set(None)
-        if self._scope.context == "shuffled":
+        if self._options.context == "shuffled":
             self._ask(self._anywhere, _shuffled(question.chunks), question.question, 1)
             return
         for index, chunk in enumerate(question.chunks):
@@ -193,13 +193,13 @@ class _Asker:
 
     def ask_anywhere(self, question: ChunkQuestion, options: AnywhereOptions) -> EngineReply:
         self._set(options)
-        return self._ask(self._anywhere, question.chunks, question.question, self._scope.max_tokens)
+        return self._ask(self._anywhere, question.chunks, question.question, self._options.max_tokens)
 
     def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> EngineReply:
         """Answer a prompt whose exact KV was cached by an identical prompt."""
         self._set(None)
         self._ask(self._anywhere, chunks, question.question, 1)
-        return self._ask(self._anywhere, chunks, question.question, self._scope.max_tokens)
+        return self._ask(self._anywhere, chunks, question.question, self._options.max_tokens)
 
     def clear(self) -> None:
         assert self._cache.tree is not None

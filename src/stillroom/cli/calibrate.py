@@ -73,9 +73,9 @@ def _find_alpha(
     settings: "StillroomConfig", questions: Path, desired: float, limit: int | None, *, as_json: bool, quiet: bool
 ) -> None:
     from stillroom.answer_quality.alpha import ALPHAS, find_alpha
-    from stillroom.answer_quality.asking import QualityScope
+    from stillroom.answer_quality.asking import QualityOptions
 
-    scope = QualityScope(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
+    scope = QualityOptions(questions, limit, settings.runtime, settings.reuse, alphas=ALPHAS)
     with counting("asking", is_shown=not (quiet or as_json)) as on_progress:
         choice = find_alpha(scope, desired, on_progress=on_progress)
     if as_json:

@@ -144,14 +144,14 @@ _UNUSED = {
 def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     """Add the commands to `stillroom bench` and to `stillroom bench pipeline`."""
     add_command(app, "reuse", options.ReuseOptions, _reuse, REUSE_HELP, ["config"])
-    add_command(app, "anywhere", options.AnywhereScope, _anywhere, ANYWHERE_HELP, ["config"])
+    add_command(app, "anywhere", options.AnywhereBenchOptions, _anywhere, ANYWHERE_HELP, ["config"])
     add_command(app, "preloading", options.PreloadingOptions, _preloading, PRELOADING_HELP, ["config"])
-    add_command(app, "policies", options.PoliciesScope, _policies, POLICIES_HELP, ["config", "work_dir"])
+    add_command(app, "policies", options.PoliciesOptions, _policies, POLICIES_HELP, ["config", "work_dir"])
     add_command(app, "structures", options.StructuresOptions, _structures, STRUCTURES_HELP, ["config", "work_dir"])
     add_command(app, "convergence", options.ConvergenceOptions, _convergence, CONVERGENCE_HELP, ["config"])
-    add_command(app, "tiered", options.TieredScope, _tiered, TIERED_HELP, ["config"])
+    add_command(app, "tiered", options.TieredOptions, _tiered, TIERED_HELP, ["config"])
     add_command(app, "simulate", options.SimulateOptions, _simulate, SIMULATE_HELP, ["config", "compare"])
-    add_command(pipeline, "speculation", options.SpeculationScope, _speculation, SPECULATION_HELP, ["config"])
+    add_command(pipeline, "speculation", options.SpeculationOptions, _speculation, SPECULATION_HELP, ["config"])
     add_command(pipeline, "reordering", options.ReorderingOptions, _reordering, REORDERING_HELP, ["config"])
 
 
@@ -159,17 +159,17 @@ def _reuse(chosen: options.ReuseOptions, call: Call) -> "BenchResult":
     return imported("experiments.reuse_rates:run_reuse")(chosen, call.work_dir, on_progress=call.say)
 
 
-def _anywhere(chosen: options.AnywhereScope, call: Call) -> "BenchResult":
+def _anywhere(chosen: options.AnywhereBenchOptions, call: Call) -> "BenchResult":
     call.work_dir.mkdir(parents=True, exist_ok=True)
     return imported("experiments.anywhere:run_anywhere")(chosen, call.work_dir, on_progress=call.say)
 
 
 def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":
     call.work_dir.mkdir(parents=True, exist_ok=True)
-    return imported("experiments.preloading:run_preloading")(chosen.scope(), call.work_dir, on_progress=call.say)
+    return imported("experiments.preloading:run_preloading")(chosen.as_anywhere(), call.work_dir, on_progress=call.say)
 
 
-def _policies(chosen: options.PoliciesScope, call: Call) -> "BenchResult":
+def _policies(chosen: options.PoliciesOptions, call: Call) -> "BenchResult":
     return imported("experiments.policies:run_policies")(chosen, call.say)
 
 
@@ -181,7 +181,7 @@ def _convergence(chosen: options.ConvergenceOptions, call: Call) -> "BenchResult
     return imported("experiments.convergence:run_convergence")(chosen, call.work_dir, call.say)
 
 
-def _speculation(chosen: options.SpeculationScope, call: Call) -> "BenchResult":
+def _speculation(chosen: options.SpeculationOptions, call: Call) -> "BenchResult":
     return imported("experiments.speculative_prefill:run_speculation")(chosen, call.work_dir, on_progress=call.say)
 
 
@@ -197,7 +197,7 @@ def _simulate(chosen: options.SimulateOptions, call: Call) -> "BenchResult":
     return run(call.work_dir, seed=chosen.seed, on_progress=call.say)
 
 
-def _tiered(chosen: options.TieredScope, call: Call) -> "BenchResult":
+def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":
     kinds = [f" --{name}" for name in ("drift", "answers", "predict") if getattr(chosen, name)]
     kind = "".join(kinds)
     if len(kinds) > 1:
@@ -207,19 +207,19 @@ def _tiered(chosen: options.TieredScope, call: Call) -> "BenchResult":
         raise UsageError("--drift takes one --share")
     call.must_compare(f"stillroom bench tiered{kind}")
     if chosen.drift:
-        from stillroom_bench.experiments.tiered_drift import DriftScope, run_drift
+        from stillroom_bench.experiments.tiered_drift import DriftOptions, run_drift
 
-        default = DriftScope()
+        default = DriftOptions()
         share = chosen.shares[0] if call.is_given("shares") else default.share
         drift = replace(default, share=share, half_lives=chosen.half_lives or default.half_lives)
         return run_drift(chosen, drift, call.work_dir, call.say)
     if chosen.answers:
-        from stillroom_bench.experiments.tiered_answers import AnswerScope, run_answers
+        from stillroom_bench.experiments.tiered_answers import TieredAnswersOptions, run_answers
 
-        return run_answers(chosen, AnswerScope(), call.work_dir, on_progress=call.say)
+        return run_answers(chosen, TieredAnswersOptions(), call.work_dir, on_progress=call.say)
     if chosen.predict:
         from stillroom.retrieval.tiers.search_profile import BATCH_SIZES
 
-        scope = chosen if call.is_given("batch_sizes") else replace(chosen, batch_sizes=BATCH_SIZES)
-        return imported("experiments.tiered_model:run_prediction")(scope, call.work_dir, call.say)
+        predicted = chosen if call.is_given("batch_sizes") else replace(chosen, batch_sizes=BATCH_SIZES)
+        return imported("experiments.tiered_model:run_prediction")(predicted, call.work_dir, call.say)
     return imported("experiments.tiered_index:run_tiered")(chosen, call.work_dir, call.say)

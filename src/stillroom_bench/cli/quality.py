@@ -153,7 +153,7 @@ def _savings(chosen: options.SavingsOptions, call: Call) -> "BenchResult":
 
 def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
     from stillroom.answer_quality.arms import RATIOS, SELECTORS
-    from stillroom.answer_quality.asking import QualityScope, bench_runtime
+    from stillroom.answer_quality.asking import QualityOptions, bench_runtime
 
     def on_progress(done: int, total: int) -> None:
         if done % 25 == 0 or done == total:
@@ -161,7 +161,7 @@ def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
 
     if unknown := set(chosen.selectors) - set(SELECTORS):
         raise UsageError(f"unknown selectors {', '.join(sorted(unknown))}; known are {', '.join(SELECTORS)}")
-    scope = QualityScope(
+    quality_options = QualityOptions(
         chosen.questions,
         chosen.num_questions,
         bench_runtime(chosen.model),
@@ -176,4 +176,4 @@ def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
         seed=chosen.seed,
         max_tokens=chosen.max_tokens,
     )
-    return imported("quality.answers:run_quality")(scope, on_progress=on_progress)
+    return imported("quality.answers:run_quality")(quality_options, on_progress=on_progress)

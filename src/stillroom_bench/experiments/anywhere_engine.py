@@ -24,7 +24,7 @@ from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
-from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS, AnywhereScope
+from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS
 
 ANSWER_TOKENS = 4
 
@@ -121,7 +121,7 @@ class EngineFixture:
 
 def build_fixture(  # noqa: PLR0913  plain values, given once
     decoder: Decoder,
-    scope: AnywhereScope,
+    options: AnywhereBenchOptions,
     reuse: ReuseConfig,
     folder: Path | None,
     num_tokens: int,
@@ -132,7 +132,7 @@ def build_fixture(  # noqa: PLR0913  plain values, given once
     """Build an engine with device memory for `num_tokens` tokens of KV; without a cost profile it measures one."""
     runtime = RuntimeConfig(
         kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token,
-        max_num_batched_tokens=scope.prompt_tokens,
+        max_num_batched_tokens=options.prompt_tokens,
         max_num_seqs=max_num_seqs,
     )
     engine, cache = build_engine(
@@ -141,31 +141,31 @@ def build_fixture(  # noqa: PLR0913  plain values, given once
     return EngineFixture(engine, cache)
 
 
-def cache_in_other_context(scope: AnywhereScope, ask: Ask) -> None:
+def cache_in_other_context(options: AnywhereBenchOptions, ask: Ask) -> None:
     """Compute the KV of each chunk behind an additional chunk, so that no later prompt has it as an exact prefix."""
-    for number in range(scope.num_chunks):
-        ask([system(scope), chunk(scope, scope.num_chunks), chunk(scope, number), question(scope, 0)])
+    for number in range(options.num_chunks):
+        ask([system(options), chunk(options, options.num_chunks), chunk(options, number), question(options, 0)])
 
 
-def shuffled_prompt(scope: AnywhereScope, repetition: int) -> list[Segment]:
+def shuffled_prompt(options: AnywhereBenchOptions, repetition: int) -> list[Segment]:
     """Return a prompt of all chunks in an order that depends on the repetition, the same for every arm."""
-    order = np.random.default_rng([scope.seed, repetition + 100]).permutation(scope.num_chunks).tolist()
-    return [system(scope), *(chunk(scope, number) for number in order), question(scope, 1000 + repetition)]
+    order = np.random.default_rng([options.seed, repetition + 100]).permutation(options.num_chunks).tolist()
+    return [system(options), *(chunk(options, number) for number in order), question(options, 1000 + repetition)]
 
 
-def system(scope: AnywhereScope) -> Segment:
+def system(options: AnywhereBenchOptions) -> Segment:
     """The first segment of every prompt."""
-    return Segment(SegmentKind.SYSTEM, _tokens(scope, 0, 0, SYSTEM_TOKENS))
+    return Segment(SegmentKind.SYSTEM, _tokens(options, 0, 0, SYSTEM_TOKENS))
 
 
-def chunk(scope: AnywhereScope, number: int) -> Segment:
-    return Segment(SegmentKind.CHUNK, _tokens(scope, 1, number, scope.chunk_tokens), ChunkId(number))
+def chunk(options: AnywhereBenchOptions, number: int) -> Segment:
+    return Segment(SegmentKind.CHUNK, _tokens(options, 1, number, options.chunk_tokens), ChunkId(number))
 
 
-def question(scope: AnywhereScope, number: int) -> Segment:
-    return Segment(SegmentKind.QUESTION, _tokens(scope, 2, number, scope.question_tokens))
+def question(options: AnywhereBenchOptions, number: int) -> Segment:
+    return Segment(SegmentKind.QUESTION, _tokens(options, 2, number, options.question_tokens))
 
 
-def _tokens(scope: AnywhereScope, kind: int, number: int, count: int) -> tuple[int, ...]:
-    drawn = np.random.default_rng([scope.seed, kind, number + 1000]).integers(0, 250, count)
+def _tokens(options: AnywhereBenchOptions, kind: int, number: int, count: int) -> tuple[int, ...]:
+    drawn = np.random.default_rng([options.seed, kind, number + 1000]).integers(0, 250, count)
     return tuple(drawn.tolist())

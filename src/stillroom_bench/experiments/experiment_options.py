@@ -48,7 +48,7 @@ class StructuresOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PoliciesScope:
+class PoliciesOptions:
     """Options of `stillroom bench policies`."""
 
     data: Path | None = flag(None, "A folder with traces/.", path="folder")
@@ -73,7 +73,7 @@ class ConvergenceOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class AnywhereScope:
+class AnywhereBenchOptions:
     """Options of `stillroom bench anywhere`, and of `stillroom bench preloading` with one ratio."""
 
     ratios: tuple[float, ...] = flag(
@@ -116,13 +116,15 @@ class PreloadingOptions:
     repeat: int = repeat_flag(10)
     seed: int = seed_flag()
 
-    def scope(self) -> AnywhereScope:
+    def as_anywhere(self) -> AnywhereBenchOptions:
         """Return options that give the same prompts as `bench anywhere`."""
-        return AnywhereScope((self.ratio,), self.num_chunks, self.chunk_tokens, repeat=self.repeat, seed=self.seed)
+        return AnywhereBenchOptions(
+            (self.ratio,), self.num_chunks, self.chunk_tokens, repeat=self.repeat, seed=self.seed
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationScope:
+class SpeculationOptions:
     """Options of `stillroom bench pipeline speculation`."""
 
     datasets: tuple[Path, ...] = datasets_flag()
@@ -253,7 +255,7 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TieredScope:
+class TieredOptions:
     """Options of `stillroom bench tiered`: sizes, and which of its benchmarks runs."""
 
     size: int = flag(2_000_000, "Vectors of 384 dimensions.", min=1000)

@@ -11,7 +11,6 @@ from typing import Any
 
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
-from stillroom_bench.experiments.experiment_options import PoliciesScope
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
@@ -58,30 +57,30 @@ _CLOSE = 5e-4
 """Hit rates that differ by less count as equal: half of the third digit."""
 
 
-def run_policies(scope: PoliciesScope, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+def run_policies(options: PoliciesOptions, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
     """Replay every workload with every policy.
 
     Raises:
         UsageError: the folder has no traces, or a trace cannot be read.
     """
-    data, seed = scope.data, scope.seed
+    data, seed = options.data, options.seed
     environment = record_environment()
     notes = [f"Each policy but {BELADY} is online. Look-ahead sees {QUEUE} waiting requests."]
-    families = [_made(scope, seed + number) for number in range(scope.repeat)]
-    traces = [] if data is None else _traces(data, scope, notes)
+    families = [_made(options, seed + number) for number in range(options.repeat)]
+    traces = [] if data is None else _traces(data, options, notes)
     if data is None:
         notes.append("Generated workloads only; --data names a folder with recorded traces")
     samples = Samples()
     cells: list[dict[str, list[PolicyOutcome]]] = []
     names: list[tuple[ReuseWorkload, float]] = []
     for index, workload in enumerate([*families[0], *traces]):
-        for share in scope.capacities:
+        for share in options.capacities:
             on_progress(f"{workload.name}, {share_name(share)} of its KV fits")
             same = [family[index] for family in families] if index < len(families[0]) else [workload]
             cell = {arm: [replay(one, Capacity(share), setup) for one in same] for arm, setup in ARMS.items()}
             cells.append(cell)
             names.append((workload, share))
-    _add_samples(samples, cells, scope.repeat)
+    _add_samples(samples, cells, options.repeat)
     on_progress("each improvement alone")
     tables = {
         "Token hit rate": _table(names, cells, lambda outcome: outcome.hit_rate),
@@ -90,7 +89,7 @@ def run_policies(scope: PoliciesScope, on_progress: Callable[[str], None] = lamb
         "Three tiers, share of prefill seconds saved, each improvement alone": _switches([*families[0], *traces]),
     }
     parameters = {
-        **asdict(scope),
+        **asdict(options),
         "data": data and data.name,
         "workloads": list(dict.fromkeys(one.name for one, _ in names)),
     }
@@ -99,24 +98,24 @@ def run_policies(scope: PoliciesScope, on_progress: Callable[[str], None] = lamb
     )
 
 
-def _made(scope: PoliciesScope, seed: int) -> list[ReuseWorkload]:
+def _made(options: PoliciesOptions, seed: int) -> list[ReuseWorkload]:
     return [
-        made_workload(popularity, top_k, num_asks=scope.num_asks, seed=seed)
+        made_workload(popularity, top_k, num_asks=options.num_asks, seed=seed)
         for popularity in (MMLU_LIKE, NQ_LIKE)
-        for top_k in scope.top_ks
+        for top_k in options.top_ks
     ]
 
 
-def _traces(data: Path, scope: PoliciesScope, notes: list[str]) -> list[ReuseWorkload]:
+def _traces(data: Path, options: PoliciesOptions, notes: list[str]) -> list[ReuseWorkload]:
     folder = data / "traces"
     retrieved = sorted(folder.glob("rag_*.json"))
     recorded = sorted(folder.glob("mooncake_*.jsonl"))
     if not retrieved and not recorded:
         raise UsageError(f"{folder} has no rag_*.json and no mooncake_*.jsonl; name the folder that contains `traces`")
-    ends = sorted({min(scope.top_ks), max(scope.top_ks)})
-    notes.append(f"Traces: at most the first {scope.num_asks} requests")
-    found = [trace_workload(path, scope.num_asks) for path in recorded]
-    return found + [retrieved_workload(path, top_k, scope.num_asks) for path in retrieved for top_k in ends]
+    ends = sorted({min(options.top_ks), max(options.top_ks)})
+    notes.append(f"Traces: at most the first {options.num_asks} requests")
+    found = [trace_workload(path, options.num_asks) for path in recorded]
+    return found + [retrieved_workload(path, top_k, options.num_asks) for path in retrieved for top_k in ends]
 
 
 def _mean(outcomes: Sequence[PolicyOutcome], value: Callable[[PolicyOutcome], float]) -> float:

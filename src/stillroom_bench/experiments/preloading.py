@@ -33,7 +33,6 @@ from stillroom_bench.experiments.anywhere_engine import (
     question,
     shuffled_prompt,
 )
-from stillroom_bench.experiments.experiment_options import AnywhereScope
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
@@ -81,7 +80,7 @@ Moment = Literal["idle", "waiting"]
 
 
 def run_preloading(
-    scope: AnywhereScope,
+    options: AnywhereBenchOptions,
     work_dir: Path,
     *,
     shape: Shape | None = None,
@@ -90,28 +89,30 @@ def run_preloading(
     """Run the benchmark with the first of the ratios; arguments as of `run_anywhere`."""
     environment = record_environment()
     shape = shape or Shape()
-    decoder = load_decoder(write_checkpoint(work_dir, shape, scope.dtype, scope.seed), device="cpu", dtype=scope.dtype)
+    decoder = load_decoder(
+        write_checkpoint(work_dir, shape, options.dtype, options.seed), device="cpu", dtype=options.dtype
+    )
     moments: tuple[Moment, ...] = ("idle", "waiting")
-    with _fixtures(decoder, scope, work_dir) as fixtures:
+    with _fixtures(decoder, options, work_dir) as fixtures:
         arms = [
-            Arm(_name(moment, place, way), _ask(fixtures[way, place.tier], scope, place, moment))
+            Arm(_name(moment, place, way), _ask(fixtures[way, place.tier], options, place, moment))
             for moment in moments
             for place in PLACES
             for way in place.ways
         ]
         samples = run_arms(
-            arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True
+            arms, repeat=options.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True
         )
     parameters = {
-        "num_chunks": scope.num_chunks,
-        "chunk_tokens": scope.chunk_tokens,
-        "question_tokens": scope.question_tokens,
-        "recompute_ratio": scope.ratios[0],
-        "repeat": scope.repeat,
-        "seed": scope.seed,
-        "dtype": scope.dtype,
+        "num_chunks": options.num_chunks,
+        "chunk_tokens": options.chunk_tokens,
+        "question_tokens": options.question_tokens,
+        "recompute_ratio": options.ratios[0],
+        "repeat": options.repeat,
+        "seed": options.seed,
+        "dtype": options.dtype,
         "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
-        "kv_bytes": kv_shape(decoder).bytes_per_token * scope.num_chunks * scope.chunk_tokens,
+        "kv_bytes": kv_shape(decoder).bytes_per_token * options.num_chunks * options.chunk_tokens,
     }
     tables = {"What loading adds, seconds": _overheads(samples, moments, shape.num_layers)}
     baseline = f"{FROM_DEVICE}, {WAYS[0].label}"
@@ -124,10 +125,10 @@ def _name(moment: Moment, place: Place, way: Way) -> str:
 
 @contextmanager
 def _fixtures(
-    decoder: Decoder, scope: AnywhereScope, work_dir: Path
+    decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path
 ) -> Iterator[Mapping[tuple[Way, Tier], EngineFixture]]:
     """Yield an engine per way and tier that the device evicts to. One request runs at a time."""
-    room = 4 * (scope.prompt_tokens + 16 * (scope.num_chunks + 2))
+    room = 4 * (options.prompt_tokens + 16 * (options.num_chunks + 2))
     fixtures = {}
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch, contextlib.ExitStack() as stack:
         for way in WAYS:
@@ -144,18 +145,20 @@ def _fixtures(
                 own = replace(reuse, host_bytes=0) if tier is Tier.DISK else reuse
                 folder = Path(scratch) / way.label if tier is Tier.DISK else None
                 fixture = fixtures[way, tier] = build_fixture(
-                    decoder, scope, own, folder, room, max_num_seqs=1, profile=_ANY_PROFILE
+                    decoder, options, own, folder, room, max_num_seqs=1, profile=_ANY_PROFILE
                 )
                 stack.callback(fixture.cache.close)
                 fixture.allow(None)
-                cache_in_other_context(scope, fixture.ask)
-                fixture.allow(AnywhereOptions(scope.ratios[0], "question"))
+                cache_in_other_context(options, fixture.ask)
+                fixture.allow(AnywhereOptions(options.ratios[0], "question"))
         yield fixtures
 
 
-def _ask(fixture: EngineFixture, scope: AnywhereScope, place: Place, moment: Moment) -> Callable[[int], Metrics]:
+def _ask(
+    fixture: EngineFixture, options: AnywhereBenchOptions, place: Place, moment: Moment
+) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
-        prompt = shuffled_prompt(scope, repetition)
+        prompt = shuffled_prompt(options, repetition)
         if place.tier is not Tier.DEVICE:
             fixture.evict_from_device()
         if place.is_cold:
@@ -163,7 +166,7 @@ def _ask(fixture: EngineFixture, scope: AnywhereScope, place: Place, moment: Mom
         if moment == "idle":
             reply = fixture.ask(prompt)
         else:
-            long = replace(scope, question_tokens=scope.prompt_tokens // 2)
+            long = replace(options, question_tokens=options.prompt_tokens // 2)
             fixture.submit([question(long, 2000 + repetition)], num_tokens=1)
             fixture.submit(prompt)
             while not fixture.engine.step():  # until the earlier request has its token

@@ -7,6 +7,7 @@ runs at a time while the others are stopped; at every rate, the order alternates
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import faiss as _faiss
+
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.arrivals import Draw, arrivals_of
 from stillroom.planner.simulation.stepped_engine import Prompt
 from stillroom_bench.experiments.experiment_options import ARMS, OFF, ReuseOptions
 from stillroom_bench.experiments.reuse_figures import UNLOADED, Figures, LoadCell
-from stillroom_bench.experiments.reuse_index import Searchable, searchable
 from stillroom_bench.experiments.reuse_worker import PEERS
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import Environment, record_environment
@@ -36,10 +38,14 @@ from stillroom_bench.loads.reuse_traffic import (
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 from stillroom_bench.quality.runtime_worker import MAX_TOKENS
 
+faiss: Any = _faiss  # its type stubs lack names that are created at import
+
 _WORKER = Path(__file__).parent / "reuse_worker.py"
 _STEP_TOKENS = 512
 """Token budget of one step, for Stillroom and the peers."""
 _KEEPS_NOTHING = ("off", "llama.cpp")
+_SHARE_PROBED = 8
+"""One in this many lists of the searched index is probed."""
 _NUM_FIRST = 3
 """Number of warm-up requests for arms that cache nothing, or only the last prompt."""
 _NOTES = (
@@ -47,6 +53,14 @@ _NOTES = (
     "Rates are multiples of the sequential throughput of `off`; an overloaded arm gets no higher rate.",
     "Samples are single requests: CV and class describe the spread over requests, not the reproducibility of a run.",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Searchable:
+    """A FAISS index file with its search effort."""
+
+    file: str
+    nprobe: int
 
 
 @dataclass(slots=True)
@@ -91,7 +105,7 @@ def run_reuse(
     figures = Figures(options.slo_ttft, options.max_tokens)
     run = _ReuseRun(options, record_environment(), folder, pool, draw, on_progress, figures)
     if options.num_vectors:
-        run.index = searchable(work_dir, options.num_vectors, on_progress)
+        run.index = _searchable(work_dir, options.num_vectors, on_progress)
     for k in options.ks:
         traffics = [ReuseTraffic(pool, curve, k, options.companions, options.seed) for curve in options.curves]
         budget = _budget(run, k, traffics)
@@ -105,6 +119,18 @@ def run_reuse(
         "arrivals": arrivals.name if arrivals else "poisson",
     }
     return _result(run, sources)
+
+
+def _searchable(work_dir: Path, size: int, on_progress: Callable[[str], None]) -> Searchable:
+    """Build an IVF-PQ index of `size` generated vectors, unless its file exists."""
+    nlist = min(round(4 * size**0.5), size // 39)
+    file = work_dir / f"vectors-{size}.ivf"
+    if not file.exists():
+        on_progress(f"indexing {size:,} vectors")
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        faiss.write_index(made_lists(TieredOptions(size=size, nlist=nlist), on_progress), str(temporary))
+        temporary.replace(file)
+    return Searchable(str(file), max(1, nlist // _SHARE_PROBED))
 
 
 def _result(run: _ReuseRun, sources: Mapping[str, str]) -> BenchResult:

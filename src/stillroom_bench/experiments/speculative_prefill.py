@@ -35,7 +35,6 @@ from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
-from stillroom_bench.experiments.experiment_options import SpeculationScope
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -55,7 +54,7 @@ _POOL_BYTES = 2 * 1024**3
 
 
 def run_speculation(
-    scope: SpeculationScope,
+    options: SpeculationOptions,
     work_dir: Path,
     *,
     shape: Shape | None = None,
@@ -72,15 +71,15 @@ def run_speculation(
         DocumentError: a line of a data set cannot be read.
     """
     environment = record_environment()
-    corpus = _Corpus(scope.datasets, work_dir, scope, on_progress)
+    corpus = _Corpus(options.datasets, work_dir, options, on_progress)
     shape = shape or Shape()
     on_progress("loading the model")
     engine = run_in_short_lived_thread(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
     with AsyncEngine(engine) as running:
-        bench = _SpeculationBench(corpus, running, shape.vocab_size, scope)
+        bench = _SpeculationBench(corpus, running, shape.vocab_size, options)
         samples = run_arms(
             list(bench.arms()),
-            repeat=scope.repeat,
+            repeat=options.repeat,
             on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}" if at >= 0 else f"{arm}, warming up"),
             only_own=True,
         )
@@ -88,15 +87,15 @@ def run_speculation(
         "stillroom bench pipeline speculation",
         environment,
         {
-            "datasets": [path.name for path in scope.datasets],
-            "size": scope.size,
+            "datasets": [path.name for path in options.datasets],
+            "size": options.size,
             "lists": corpus.index.nlist,
-            "questions per run": scope.num_questions,
-            "zipf": scope.zipf,
+            "questions per run": options.num_questions,
+            "zipf": options.zipf,
             "top_k": _TOP_K,
-            "stages": scope.num_stages,
-            "repeat": scope.repeat,
-            "seed": scope.seed,
+            "stages": options.num_stages,
+            "repeat": options.repeat,
+            "seed": options.seed,
             "num_threads": torch.get_num_threads(),
         },
         samples,
@@ -118,17 +117,17 @@ class _Corpus:
     """An index and the chunks of its rows; a generated vector stands for a chunk of a real document."""
 
     def __init__(
-        self, datasets: Sequence[Path], work_dir: Path, scope: SpeculationScope, on_progress: Callable[[str], None]
+        self, datasets: Sequence[Path], work_dir: Path, options: SpeculationOptions, on_progress: Callable[[str], None]
     ) -> None:
         real = load_real_data(datasets, work_dir, on_progress)
-        on_progress(f"making {scope.size:,} vectors")
-        vectors = clustered_vectors(real.documents, scope.size, scope.seed)
+        on_progress(f"making {options.size:,} vectors")
+        vectors = clustered_vectors(real.documents, options.size, options.seed)
         on_progress("building the index")
-        self.index = IvfPqIndex(vectors.shape[1], IndexConfig(kind="ivf_pq", nbits=scope.nbits, refine=4))
+        self.index = IvfPqIndex(vectors.shape[1], IndexConfig(kind="ivf_pq", nbits=options.nbits, refine=4))
         self.index.add(np.arange(len(vectors), dtype=np.int64), vectors)
         self.texts = real.texts
-        self._queries = choose_queries(real, len(real.questions), scope.seed)[1]
-        self._zipf = scope.zipf
+        self._queries = choose_queries(real, len(real.questions), options.seed)[1]
+        self._zipf = options.zipf
 
     def questions(self, num: int, seed: Sequence[int]) -> Vectors:
         """Draw questions by popularity, with repetition."""
@@ -184,24 +183,24 @@ class _Backend:
 
 
 class _SpeculationBench:
-    def __init__(self, corpus: _Corpus, engine: AsyncEngine, vocab_size: int, scope: SpeculationScope) -> None:
+    def __init__(self, corpus: _Corpus, engine: AsyncEngine, vocab_size: int, options: SpeculationOptions) -> None:
         self._corpus = corpus
         self._engine = engine
         self._backend = _Backend(engine, vocab_size)
-        self._scope = scope
+        self._options = options
         self._names = (RequestId(f"bench-{number}") for number in itertools.count())
         self._naming = Lock()
         self._num_threads = torch.get_num_threads()
         self._speculators: dict[str, Speculator] = {}
 
     def arms(self) -> Iterator[Arm]:
-        for share in self._scope.shares:
+        for share in self._options.shares:
             group = f"{share_name(share)} of lists, one client"
             for mode in MODES:
                 yield self._arm(group, mode, share, 1, self._num_threads)
-            if self._scope.one_thread and self._num_threads > 1:
+            if self._options.one_thread and self._num_threads > 1:
                 yield self._arm(group, "on", share, 1, self._num_threads - 1)
-        for num in self._scope.num_clients:
+        for num in self._options.num_clients:
             if num > 1:
                 for mode in MODES:
                     yield self._arm(f"50% of lists, {num} clients", mode, 0.5, num, self._num_threads)
@@ -214,7 +213,7 @@ class _SpeculationBench:
         def run(repetition: int) -> Metrics:
             self._clear(num_threads)
             speculator = self._speculators.get(name) or self._speculator(name, mode)
-            questions = self._corpus.questions(self._scope.num_questions, (self._scope.seed, repetition + 1000))
+            questions = self._corpus.questions(self._options.num_questions, (self._options.seed, repetition + 1000))
             with ThreadPoolExecutor(num_clients) as clients:
                 asked = list(clients.map(lambda query: self._ask(speculator, query, share), questions))
             return _figures(asked)
@@ -223,7 +222,7 @@ class _SpeculationBench:
 
     def _speculator(self, name: str, mode: Literal["off", "on", "auto"]) -> Speculator:
         """Make a speculator, which is kept between runs because it learns."""
-        config = SpeculationConfig(mode=mode, num_stages=self._scope.num_stages)
+        config = SpeculationConfig(mode=mode, num_stages=self._options.num_stages)
         made = self._speculators[name] = Speculator(self._backend, config, SystemClock(), Counters())
         return made
 

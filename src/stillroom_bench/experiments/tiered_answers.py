@@ -24,10 +24,9 @@ from stillroom.planner.simulation.driving import drive
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, write_bare_list_file
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_search import Asked, Searched
-from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, check_scope, made_lists
+from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -40,8 +39,8 @@ _PERCENT = 95.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerScope:
-    """Requests and targets of the benchmark; the index and `nprobe` are those of `TieredScope`."""
+class TieredAnswersOptions:
+    """Requests and targets of the benchmark; the index and `nprobe` are those of `TieredOptions`."""
 
     skew: str = "ORCAS"
     slos: tuple[float, ...] = (1.1, 1.25, 1.5)
@@ -77,8 +76,8 @@ class PlannedDivision:
 
 
 def run_answers(
-    scope: TieredScope,
-    asked: AnswerScope,
+    options: TieredOptions,
+    asked: TieredAnswersOptions,
     work_dir: Path,
     *,
     shape: Shape | None = None,
@@ -94,36 +93,41 @@ def run_answers(
     Raises:
         UsageError: there are too few vectors for the number of lists.
     """
-    check_scope(scope)
+    check_options(options)
     environment = record_environment()
     work_dir.mkdir(parents=True, exist_ok=True)
-    lists = made_lists(scope, on_progress)
+    lists = made_lists(options, on_progress)
     on_progress(f"{asked.skew}: counting accesses")
-    questions = SkewedQuestions(lists, SKEWS[asked.skew], scope)
-    profile = measure_profile(lists, questions.draw(500, -2), scope.nprobe, work_dir, Effort(batch_sizes=(1, 2, 4, 8)))
+    questions = SkewedQuestions(lists, SKEWS[asked.skew], options)
+    profile = measure_profile(
+        lists, questions.draw(500, -2), options.nprobe, work_dir, Effort(batch_sizes=(1, 2, 4, 8))
+    )
     folder = model or write_checkpoint(work_dir, shape or Shape(), "bfloat16", 0)
     file = work_dir / f"tiered-answers-{os.getpid()}.ivf"
     with TemporaryDirectory(dir=work_dir, prefix="answers-") as scratch:
-        fixture = _AnswersFixture(folder, model is not None, asked, scope, environment.num_threads, scratch)
+        fixture = _AnswersFixture(folder, model is not None, asked, options, environment.num_threads, scratch)
         on_progress("measuring the model without search")
         unloaded = fixture.measure_unloaded()
-        plans = [plan_for(slo * unloaded.seconds, unloaded, profile, scope.nprobe) for slo in asked.slos]
+        plans = [plan_for(slo * unloaded.seconds, unloaded, profile, options.nprobe) for slo in asked.slos]
         slos = [plan.slo for plan in plans]
         try:
             tiers = TieredLists(write_bare_list_file(lists, file))
             arms = [
-                Arm(name, _AnswersRun(fixture, tiers, held, dispatches, questions, scope.nprobe, unloaded, slos))
-                for name, held, dispatches in _arms(plans, scope.nlist)
+                Arm(name, _AnswersRun(fixture, tiers, held, dispatches, questions, options.nprobe, unloaded, slos))
+                for name, held, dispatches in _arms(plans, options.nlist)
             ]
             with short_switch_interval():  # as in a server
                 samples = run_arms(
-                    arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
+                    arms,
+                    repeat=options.repeat,
+                    on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"),
+                    only_own=True,
                 )
             tiers.close()
         finally:
             file.unlink(missing_ok=True)
             fixture.close()
-    parameters = {key: value for key, value in asdict(scope).items() if key not in ("shares", "batch_sizes")}
+    parameters = {key: value for key, value in asdict(options).items() if key not in ("shares", "batch_sizes")}
     return BenchResult(
         "stillroom bench tiered --answers",
         environment,
@@ -134,7 +138,7 @@ def run_answers(
             f"A target is a multiple of the model's 95th percentile without search, {unloaded.seconds:.3g} s.",
             "Before each batch of searches, the page cache of the lists on disk is dropped and the file mapped again.",
         ],
-        tables={"Targets": [_row(plan, scope.nlist, samples.values) for plan in plans]},
+        tables={"Targets": [_row(plan, options.nlist, samples.values) for plan in plans]},
     )
 
 
@@ -181,11 +185,17 @@ class _AnswersFixture:
     """The model and its requests."""
 
     def __init__(
-        self, folder: Path, has_tokenizer: bool, asked: AnswerScope, scope: TieredScope, num_threads: int, scratch: str
+        self,
+        folder: Path,
+        has_tokenizer: bool,
+        asked: TieredAnswersOptions,
+        options: TieredOptions,
+        num_threads: int,
+        scratch: str,
     ) -> None:
-        self.asked, self._seed = asked, scope.seed
-        pool = pool_for(folder, has_tokenizer, None, asked.num_documents, scope.seed)
-        self._traffic = ReuseTraffic(pool, "mmlu", asked.num_documents_each, "fixed", scope.seed)
+        self.asked, self._seed = asked, options.seed
+        pool = pool_for(folder, has_tokenizer, None, asked.num_documents, options.seed)
+        self._traffic = ReuseTraffic(pool, "mmlu", asked.num_documents_each, "fixed", options.seed)
         budget = budget_for(pool, self.prompts(0), 1)
         settings = {
             **asdict(budget),

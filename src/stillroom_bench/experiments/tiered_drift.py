@@ -20,8 +20,7 @@ import numpy as np
 
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
-from stillroom_bench.experiments.experiment_options import TieredScope
-from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, check_scope, made_lists
+from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -31,8 +30,8 @@ _RECOVERED = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class DriftScope:
-    """Course of the benchmark; the index and `nprobe` are those of `TieredScope`."""
+class DriftOptions:
+    """Course of the benchmark; the index and `nprobe` are those of `TieredOptions`."""
 
     share: float = 0.2
     """Share of the lists' bytes in RAM."""
@@ -58,7 +57,7 @@ class Window:
 
 
 def run_drift(
-    scope: TieredScope, drift: DriftScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
+    options: TieredOptions, drift: DriftOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Run the benchmark.
 
@@ -68,12 +67,12 @@ def run_drift(
     Raises:
         UsageError: there are too few vectors for the number of lists.
     """
-    check_scope(scope)
+    check_options(options)
     environment = record_environment()
-    lists = made_lists(scope, on_progress)
+    lists = made_lists(options, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
     on_progress(f"{drift.skew}: counting accesses")
-    topics = [SkewedQuestions(lists, SKEWS[drift.skew], scope, topic=topic) for topic in range(2)]
+    topics = [SkewedQuestions(lists, SKEWS[drift.skew], options, topic=topic) for topic in range(2)]
     file = work_dir / f"tiered-drift-{os.getpid()}.ivf"
     rules = {
         f"exchanging, half-life {half_life:g}": DriftRules(half_life=half_life) for half_life in drift.half_lives
@@ -82,10 +81,10 @@ def run_drift(
     try:
         # shared by all arms, because pages that are mapped elsewhere would not be dropped
         tiers = TieredLists(write_bare_list_file(lists, file))
-        runs = [_DriftRun(name, tiers, topics, one, scope, drift, courses) for name, one in rules.items()]
+        runs = [_DriftRun(name, tiers, topics, one, options, drift, courses) for name, one in rules.items()]
         samples = run_arms(
             [Arm(run.name, run) for run in runs],
-            repeat=scope.repeat,
+            repeat=options.repeat,
             warmup=0,
             on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"),
             only_own=True,
@@ -96,11 +95,11 @@ def run_drift(
         "stillroom bench tiered --drift",
         environment,
         {
-            "size": scope.size,
-            "nlist": scope.nlist,
-            "nprobe": scope.nprobe,
-            "repeat": scope.repeat,
-            "seed": scope.seed,
+            "size": options.size,
+            "nlist": options.nlist,
+            "nprobe": options.nprobe,
+            "repeat": options.repeat,
+            "seed": options.seed,
             "bytes of lists": int(lists.ntotal) * lists.code_size + int(lists.ntotal) * 8,
             **dataclasses.asdict(drift),
         },
@@ -124,13 +123,13 @@ class _DriftRun:
         tiers: TieredLists,
         topics: list[SkewedQuestions],
         rules: DriftRules,
-        scope: TieredScope,
-        drift: DriftScope,
+        options: TieredOptions,
+        drift: DriftOptions,
         courses: dict[str, list[Window]],
     ) -> None:
         self.name = name
         self._tiers, self._topics, self._rules = tiers, topics, rules
-        self._scope, self._drift, self._courses = scope, drift, courses
+        self._options, self._drift, self._courses = options, drift, courses
 
     def __call__(self, repetition: int) -> Metrics:
         drift = self._drift
@@ -159,7 +158,7 @@ class _DriftRun:
                 if number % self._drift.drop_every == 0:
                     self._tiers.drop_pages()
                 began = time.perf_counter()
-                nearness, probed = self._tiers.probe(query[None], self._scope.nprobe)
+                nearness, probed = self._tiers.probe(query[None], self._options.nprobe)
                 hot.record(probed[0])
                 self._tiers.scan(query, _NUM_FOUND, probed[0], nearness[0])
                 seconds.append(time.perf_counter() - began)
@@ -185,7 +184,7 @@ class _DriftRun:
         }
 
 
-def _course(courses: dict[str, list[Window]], drift: DriftScope) -> list[dict[str, Any]]:
+def _course(courses: dict[str, list[Window]], drift: DriftOptions) -> list[dict[str, Any]]:
     """Return rows of windows at growing distance from the shift."""
     num_before = -(-drift.num_before // drift.window)
     num_after = -(-drift.num_after // drift.window)

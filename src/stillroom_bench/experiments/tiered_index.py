@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from stillroom.errors import UsageError
 from stillroom.retrieval.tiers.partition import hottest_first
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, accesses, write_bare_list_file
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -38,7 +37,9 @@ _NUM_PROFILED = 2000
 _NUM_FOUND = 50
 
 
-def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+def run_tiered(
+    options: TieredOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
+) -> BenchResult:
     """Run the benchmark.
 
     Args:
@@ -47,23 +48,23 @@ def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], 
     Raises:
         UsageError: there are too few vectors for the number of lists.
     """
-    check_scope(scope)
+    check_options(options)
     environment = record_environment()
-    lists = made_lists(scope, on_progress)
+    lists = made_lists(options, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
     benches: list[DividedBench] = []
     rows = []
     try:
         for name, share in SKEWS.items():
             on_progress(f"{name}: counting accesses")
-            asked = SkewedQuestions(lists, share, scope)
+            asked = SkewedQuestions(lists, share, options)
             rows.append(asked.describe(name))
-            for ram in (0.0, *scope.shares, 1.0):
+            for ram in (0.0, *options.shares, 1.0):
                 file = work_dir / f"tiered-{os.getpid()}-{len(benches)}.ivf"
-                benches.append(DividedBench(name, ram, lists, asked, file, scope))
+                benches.append(DividedBench(name, ram, lists, asked, file, options))
         arms = [arm for bench in benches for arm in bench.arms()]
         samples = run_arms(
-            arms, repeat=scope.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
+            arms, repeat=options.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"), only_own=True
         )
     finally:
         for bench in benches:
@@ -72,49 +73,49 @@ def run_tiered(scope: TieredScope, work_dir: Path, on_progress: Callable[[str], 
         "stillroom bench tiered",
         environment,
         {
-            "size": scope.size,
+            "size": options.size,
             "dimension": _DIMENSION,
-            "nlist": scope.nlist,
-            "nprobe": scope.nprobe,
+            "nlist": options.nlist,
+            "nprobe": options.nprobe,
             "bytes of lists": int(lists.ntotal) * (_SUBQUANTIZERS + 8),
-            "repeat": scope.repeat,
-            "seed": scope.seed,
+            "repeat": options.repeat,
+            "seed": options.seed,
         },
         samples,
         "all on disk",
         tables={"Where questions go": rows},
-        notes=["Before each batch the pages of the lists on disk are dropped and the file is mapped anew."],
+        notes=["Before each batch, the page cache of the lists on disk is dropped and the file mapped again."],
     )
 
 
-def check_scope(scope: TieredScope) -> None:
+def check_options(options: TieredOptions) -> None:
     """Check the options; raises UsageError if there are too few vectors for the number of lists."""
-    if scope.size < 39 * scope.nlist:
+    if options.size < 39 * options.nlist:
         raise UsageError(
-            f"{scope.size:,} vectors are too few for {scope.nlist:,} lists; raise --size to {39 * scope.nlist:,}"
+            f"{options.size:,} vectors are too few for {options.nlist:,} lists; raise --size to {39 * options.nlist:,}"
         )
 
 
-def made_lists(scope: TieredScope, on_progress: Callable[[str], None] = lambda _: None) -> Any:
+def made_lists(options: TieredOptions, on_progress: Callable[[str], None] = lambda _: None) -> Any:
     """Build an IndexIVFPQ over generated vectors around as many centres as there are lists."""
-    rng = np.random.default_rng(scope.seed)
-    centres = _unit(rng.standard_normal((scope.nlist, _DIMENSION)))
+    rng = np.random.default_rng(options.seed)
+    centres = _unit(rng.standard_normal((options.nlist, _DIMENSION)))
     quantizer = faiss.IndexFlatIP(_DIMENSION)
-    lists = faiss.IndexIVFPQ(quantizer, _DIMENSION, scope.nlist, _SUBQUANTIZERS, _NBITS, faiss.METRIC_INNER_PRODUCT)
+    lists = faiss.IndexIVFPQ(quantizer, _DIMENSION, options.nlist, _SUBQUANTIZERS, _NBITS, faiss.METRIC_INNER_PRODUCT)
     lists.cp.niter, lists.cp.max_points_per_centroid = 4, 39
     lists.pq.cp.niter, lists.pq.cp.max_points_per_centroid = 8, 64
     on_progress("training")
-    lists.train(np.concatenate(list(islice(_chunks(centres, scope, rng), -(-39 * scope.nlist // _CHUNK)))))
-    for number, chunk in enumerate(_chunks(centres, scope, rng)):
+    lists.train(np.concatenate(list(islice(_chunks(centres, options, rng), -(-39 * options.nlist // _CHUNK)))))
+    for number, chunk in enumerate(_chunks(centres, options, rng)):
         lists.add(chunk)
         if number % 10 == 0:
-            on_progress(f"{lists.ntotal:,} of {scope.size:,} vectors")
+            on_progress(f"{lists.ntotal:,} of {options.size:,} vectors")
     return lists
 
 
-def _chunks(centres: Vectors, scope: TieredScope, rng: np.random.Generator) -> Iterator[Vectors]:
-    for start in range(0, scope.size, _CHUNK):
-        chosen = centres[rng.integers(len(centres), size=min(_CHUNK, scope.size - start))]
+def _chunks(centres: Vectors, options: TieredOptions, rng: np.random.Generator) -> Iterator[Vectors]:
+    for start in range(0, options.size, _CHUNK):
+        chosen = centres[rng.integers(len(centres), size=min(_CHUNK, options.size - start))]
         yield _near(chosen, rng)
 
 
@@ -131,29 +132,29 @@ def _unit(vectors: NDArray[Any]) -> Vectors:
 class SkewedQuestions:
     """Questions near the centres of lists, with Zipf popularity that gives the hottest tenth of the lists a share."""
 
-    def __init__(self, lists: Any, share: float, scope: TieredScope, topic: int = 0) -> None:
+    def __init__(self, lists: Any, share: float, options: TieredOptions, topic: int = 0) -> None:
         """
         Args:
             share: share of accesses of the hottest tenth of the lists.
             topic: number that selects which lists are popular.
         """
         self._topic = topic
-        self._scope, self._lists = scope, lists
-        self._centres = lists.quantizer.reconstruct_n(0, scope.nlist)
-        order = np.random.default_rng([scope.seed, 1 + 2 * topic]).permutation(scope.nlist)
+        self._options, self._lists = options, lists
+        self._centres = lists.quantizer.reconstruct_n(0, options.nlist)
+        order = np.random.default_rng([options.seed, 1 + 2 * topic]).permutation(options.nlist)
         self._centres = np.ascontiguousarray(self._centres[order])
         low, high = 0.0, 4.0
         for _ in range(12):  # accesses spread to neighbouring lists, so the exponent is fitted to counts
             self._exponent = (low + high) / 2
-            counts = accesses(lists, self.draw(_NUM_PROFILED, -1), scope.nprobe)
-            found = np.sort(counts)[::-1][: scope.nlist // 10].sum() / counts.sum()
+            counts = accesses(lists, self.draw(_NUM_PROFILED, -1), options.nprobe)
+            found = np.sort(counts)[::-1][: options.nlist // 10].sum() / counts.sum()
             low, high = (self._exponent, high) if found < share else (low, self._exponent)
-        self.counts = accesses(lists, self.draw(_NUM_PROFILED, -2), scope.nprobe)
+        self.counts = accesses(lists, self.draw(_NUM_PROFILED, -2), options.nprobe)
         """Accesses per list of the questions that decide the division; the measured questions are different."""
 
     def draw(self, count: int, repetition: int) -> Vectors:
         """Return questions [count, d]."""
-        rng = np.random.default_rng([self._scope.seed, 2 + 2 * self._topic, repetition + 1000])
+        rng = np.random.default_rng([self._options.seed, 2 + 2 * self._topic, repetition + 1000])
         weights = np.arange(1, len(self._centres) + 1, dtype=float) ** -self._exponent
         chosen = rng.choice(len(weights), size=count, p=weights / weights.sum())
         return _near(self._centres[chosen], rng)
@@ -162,7 +163,7 @@ class SkewedQuestions:
         counts = np.sort(self.counts)[::-1]
         row: dict[str, Any] = {"questions like": name, "exponent": self._exponent}
         for tenth in (1, 2, 3, 5):
-            taken = counts[: self._scope.nlist * tenth // 10].sum() / counts.sum()
+            taken = counts[: self._options.nlist * tenth // 10].sum() / counts.sum()
             row[f"accesses of the hottest {tenth}0 %"] = f"{taken:.0%}"
         return row
 
@@ -171,16 +172,16 @@ class DividedBench:
     """Arms of one division of the lists between RAM and disk."""
 
     def __init__(
-        self, skew: str, share: float, lists: Any, asked: SkewedQuestions, file: Path, scope: TieredScope
+        self, skew: str, share: float, lists: Any, asked: SkewedQuestions, file: Path, options: TieredOptions
     ) -> None:
-        self._skew, self._share, self._scope, self._asked, self._file = skew, share, scope, asked, file
+        self._skew, self._share, self._options, self._asked, self._file = skew, share, options, asked, file
         self._tiered = TieredLists(
-            write_bare_list_file(lists, file), hottest_first(asked.counts)[: round(share * scope.nlist)]
+            write_bare_list_file(lists, file), hottest_first(asked.counts)[: round(share * options.nlist)]
         )
 
     def arms(self) -> Iterator[Arm]:
         where = {0.0: "all on disk", 1.0: "all in RAM"}.get(self._share, f"{share_name(self._share)} of lists in RAM")
-        for size in self._scope.batch_sizes:
+        for size in self._options.batch_sizes:
             yield Arm(f"{self._skew}, batch {size}/{where}", self._run(size))
 
     def close(self) -> None:
@@ -188,7 +189,7 @@ class DividedBench:
         self._file.unlink(missing_ok=True)
 
     def _run(self, batch_size: int) -> Callable[[int], Metrics]:
-        num_batches = max(2, min(self._scope.num_batches, 64 // batch_size))
+        num_batches = max(2, min(self._options.num_batches, 64 // batch_size))
 
         def run(repetition: int) -> Metrics:
             queries = self._asked.draw(num_batches * batch_size, repetition)
@@ -221,7 +222,7 @@ class DividedBench:
         def on_found(number: int, _: Scored) -> None:
             seconds[number] = time.perf_counter() - began
 
-        self._tiered.search_batch(queries, _NUM_FOUND, self._scope.nprobe, on_found)
+        self._tiered.search_batch(queries, _NUM_FOUND, self._options.nprobe, on_found)
         return seconds
 
 

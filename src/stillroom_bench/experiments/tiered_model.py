@@ -25,7 +25,6 @@ from stillroom.retrieval.tiers.search_model import (
 )
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_index import SKEWS, DividedBench, SkewedQuestions, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
@@ -52,37 +51,37 @@ class PredictedCell:
 
 
 def run_prediction(
-    scope: TieredScope, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
+    options: TieredOptions, work_dir: Path, on_progress: Callable[[str], None] = lambda _: None
 ) -> BenchResult:
     """Profile, predict, then measure.
 
     Args:
-        scope: its shares and batch sizes are the cells.
+        options: its shares and batch sizes are the cells.
         work_dir: folder on the disk that is the slow tier; its files are removed after the run.
 
     Raises:
         UsageError: there are too few vectors for the number of lists.
     """
-    check_scope(scope)
+    check_options(options)
     environment = record_environment()
-    lists = made_lists(scope, on_progress)
+    lists = made_lists(options, on_progress)
     work_dir.mkdir(parents=True, exist_ok=True)
     cells: list[PredictedCell] = []
     benches: list[DividedBench] = []
     fitted = []
     try:
         for name, share in SKEWS.items():
-            asked = SkewedQuestions(lists, share, scope)
+            asked = SkewedQuestions(lists, share, options)
             on_progress(f"{name}: profiling")
-            profile = _profiled(lists, asked, scope, work_dir)
+            profile = _profiled(lists, asked, options, work_dir)
             fitted.append(_fitted_row(name, profile))
-            for ram in scope.shares:
-                cells += _predicted(name, ram, profile, asked, scope)
+            for ram in options.shares:
+                cells += _predicted(name, ram, profile, asked, options)
                 file = work_dir / f"tiered-model-{os.getpid()}-{len(benches)}.ivf"
-                benches.append(DividedBench(name, ram, lists, asked, file, scope))
+                benches.append(DividedBench(name, ram, lists, asked, file, options))
         samples = run_arms(
             [arm for bench in benches for arm in bench.arms()],
-            repeat=scope.repeat,
+            repeat=options.repeat,
             on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"),
             only_own=True,
         )
@@ -93,7 +92,13 @@ def run_prediction(
     return BenchResult(
         "stillroom bench tiered --predict",
         environment,
-        {"size": scope.size, "nlist": scope.nlist, "nprobe": scope.nprobe, "repeat": scope.repeat, "seed": scope.seed},
+        {
+            "size": options.size,
+            "nlist": options.nlist,
+            "nprobe": options.nprobe,
+            "repeat": options.repeat,
+            "seed": options.seed,
+        },
         samples,
         notes=[
             "Predicted from batches with all lists on disk, a random half in RAM, and all in RAM; measured with the "
@@ -105,23 +110,23 @@ def run_prediction(
     )
 
 
-def _profiled(lists: Any, asked: SkewedQuestions, scope: TieredScope, work_dir: Path) -> SearchProfile:
-    effort = Effort(batch_sizes=scope.batch_sizes, seed=scope.seed)
-    return measure_profile(lists, asked.draw(_NUM_PROFILED, -2), scope.nprobe, work_dir, effort)
+def _profiled(lists: Any, asked: SkewedQuestions, options: TieredOptions, work_dir: Path) -> SearchProfile:
+    effort = Effort(batch_sizes=options.batch_sizes, seed=options.seed)
+    return measure_profile(lists, asked.draw(_NUM_PROFILED, -2), options.nprobe, work_dir, effort)
 
 
 def _predicted(
-    name: str, ram: float, profile: SearchProfile, asked: SkewedQuestions, scope: TieredScope
+    name: str, ram: float, profile: SearchProfile, asked: SkewedQuestions, options: TieredOptions
 ) -> list[PredictedCell]:
     """Predict all batch sizes of one division, which is that of `DividedBench`."""
-    shard_of = np.full(scope.nlist, DISK)
-    shard_of[hottest_first(asked.counts)[: round(ram * scope.nlist)]] = RAM
+    shard_of = np.full(options.nlist, DISK)
+    shard_of[hottest_first(asked.counts)[: round(ram * options.nlist)]] = RAM
     division = Division(profile.sizes, profile.bytes_per_vector, Partition(shard_of, 2))
     hits, times = hits_of(division, profile.probed), profile.model.times
     cells = []
-    for size in scope.batch_sizes:
-        batches = drawn_batches(profile.probed, size, scope.seed)
-        num_measured = scope.repeat * max(2, min(scope.num_batches, 64 // size))
+    for size in options.batch_sizes:
+        batches = drawn_batches(profile.probed, size, options.seed)
+        num_measured = options.repeat * max(2, min(options.num_batches, 64 // size))
         cells.append(
             PredictedCell(
                 f"{name}, batch {size}/{share_name(ram)} of lists in RAM",

@@ -16,7 +16,7 @@ from stillroom.answer_quality.arms import (
     arm_name,
     quality_arms,
 )
-from stillroom.answer_quality.asking import QualityScope, QuestionOutcome, ask_all
+from stillroom.answer_quality.asking import QualityOptions, QuestionOutcome, ask_all
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
@@ -29,7 +29,7 @@ _NOTE = (
 
 
 def run_quality(
-    scope: QualityScope, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    options: QualityOptions, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> BenchResult:
     """Answer every question under every arm.
 
@@ -38,15 +38,15 @@ def run_quality(
         ModelError, ConfigError: the model cannot be used, or does not support reuse at any position.
     """
     arms = quality_arms(
-        scope.selectors,
-        scope.ratios,
-        scope.alphas,
-        focus_window=scope.focus_window,
-        has_unturned=scope.has_unturned,
+        options.selectors,
+        options.ratios,
+        options.alphas,
+        focus_window=options.focus_window,
+        has_unturned=options.has_unturned,
     )
     environment = record_environment()
-    questions = scope.load()
-    outcomes = ask_all(scope, questions, arms, on_progress=on_progress)
+    questions = options.load()
+    outcomes = ask_all(options, questions, arms, on_progress=on_progress)
     kinds = [question.kind for question in questions]
     samples = Samples()
     for name, found in outcomes.items():
@@ -54,25 +54,25 @@ def run_quality(
         samples.values[name] = {"exact_match": judged} if judged else {}
         samples.values[name]["same_answer"] = [one.agrees for one in found]
     parameters = {
-        "questions": scope.questions.name,
+        "questions": options.questions.name,
         "num_questions": len(questions),
-        "model": scope.runtime.model,
-        "dtype": scope.runtime.dtype,
-        "num_chunks": scope.num_chunks,
-        "max_words": scope.max_words,
-        "seed": scope.seed,
-        "max_tokens": scope.max_tokens,
-        "selectors": scope.selectors,
-        "ratios": scope.ratios,
-        "alphas": scope.alphas,
-        "focus_window": scope.focus_window,
-        "kept behind": "a document of another question" if scope.context == "foreign" else "the same, shuffled",
+        "model": options.runtime.model,
+        "dtype": options.runtime.dtype,
+        "num_chunks": options.num_chunks,
+        "max_words": options.max_words,
+        "seed": options.seed,
+        "max_tokens": options.max_tokens,
+        "selectors": options.selectors,
+        "ratios": options.ratios,
+        "alphas": options.alphas,
+        "focus_window": options.focus_window,
+        "kept behind": "a document of another question" if options.context == "foreign" else "the same, shuffled",
     }
     tables = {
         "Exact match": _by_kind(outcomes, kinds, "is_right"),
         "F1 of words": _by_kind(outcomes, kinds, "f1"),
         "Against a full prefill": _against_full(outcomes),
-        f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, scope),
+        f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, options),
     }
     sizes = [f"{len(question.chunks)} documents" for question in questions]
     if len(set(sizes)) > 1:
@@ -128,7 +128,7 @@ def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, 
 
 
 def _tests(
-    outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], scope: QualityScope
+    outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], options: QualityOptions
 ) -> list[dict[str, Any]]:
     """Return paired t-tests of exact match, or of agreement if no answers are known, Holm-corrected over the table."""
     field = "agrees" if any(math.isnan(one.is_right) for one in outcomes[FULL]) else "is_right"
@@ -136,14 +136,14 @@ def _tests(
     for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
         chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]
         names_of = {
-            share_name(ratio): {name: arm_name(name, ratio) for name in scope.selectors} for ratio in scope.ratios
+            share_name(ratio): {name: arm_name(name, ratio) for name in options.selectors} for ratio in options.ratios
         }
         names_of |= {
-            f"alpha {one:g}": {name: alpha_name(name, one) for name in scope.selectors} for one in scope.alphas
+            f"alpha {one:g}": {name: alpha_name(name, one) for name in options.selectors} for one in options.alphas
         }
         for budget, names in names_of.items():
-            for other in scope.selectors:
-                if other == OURS or OURS not in scope.selectors:
+            for other in options.selectors:
+                if other == OURS or OURS not in options.selectors:
                     continue
                 ours, theirs = (
                     [float(getattr(outcomes[names[name]][index], field)) for index in chosen] for name in (OURS, other)

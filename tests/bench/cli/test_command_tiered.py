@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from stillroom_bench.experiments import tiered_answers, tiered_drift, tiered_index, tiered_model
-from stillroom_bench.experiments.experiment_options import TieredScope
-from stillroom_bench.experiments.tiered_drift import DriftScope
+from stillroom_bench.experiments.tiered_drift import DriftOptions
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
@@ -38,8 +37,8 @@ def test_each_benchmark_gets_its_flags(run: Run, calls: list[Any]) -> None:
     assert run("bench", "tiered", "--answers", "--probes", "256").code == 0
     assert run("bench", "tiered", "--predict", "--batch", "3").code == 0
     assert [name for name, *_ in calls] == ["run_tiered", "run_drift", "run_answers", "run_prediction"]
-    assert calls[0][1] == TieredScope(shares=(0.2, 0.3), batch_sizes=(2,))
-    assert calls[1][2] == DriftScope(share=0.3, half_lives=(9.0,))
+    assert calls[0][1] == TieredOptions(shares=(0.2, 0.3), batch_sizes=(2,))
+    assert calls[1][2] == DriftOptions(share=0.3, half_lives=(9.0,))
     assert calls[2][1].nprobe == 256 and calls[3][1].batch_sizes == (3,)
 
 

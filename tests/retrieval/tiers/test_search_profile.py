@@ -7,10 +7,9 @@ import pytest
 
 from stillroom.retrieval.tiers.division import hottest_in_ram
 from stillroom.retrieval.tiers.search_profile import Effort, measure_device, measure_profile
-from stillroom_bench.experiments.experiment_options import TieredScope
 from stillroom_bench.experiments.tiered_index import made_lists
 
-SCOPE = TieredScope(size=8000, nlist=64, nprobe=8)
+SCOPE = TieredOptions(size=8000, nlist=64, nprobe=8)
 
 
 def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> None:
