@@ -11,6 +11,7 @@ import torch
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere import FULL, run_anywhere
 from stillroom_bench.experiments.anywhere_engine import Answers, PromptReply
+from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions
 from stillroom_bench.quality.runtime import Shape
 
 TINY = Shape(

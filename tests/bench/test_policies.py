@@ -11,6 +11,7 @@ import pytest
 from stillroom.core.kv import NodeKey
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom_bench.experiments.experiment_options import PoliciesOptions
 from stillroom_bench.experiments.policies import ARMS, BELADY, DEFAULT, losses, run_policies
 from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS

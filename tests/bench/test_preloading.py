@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions
 from stillroom_bench.experiments.preloading import PLACES, run_preloading
 from tests.bench.test_anywhere import TINY
 

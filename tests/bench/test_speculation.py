@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stillroom_bench.experiments import speculative_prefill
+from stillroom_bench.experiments.experiment_options import SpeculationOptions
 from stillroom_bench.experiments.speculative_prefill import MODES, run_speculation
 from stillroom_bench.loads.workloads import RealData
 from tests.bench.test_anywhere import TINY

@@ -9,6 +9,7 @@ import pytest
 
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
+from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_search import Asked
 from stillroom_bench.experiments.tiered_answers import (
     BatchedSearch,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_drift import DriftOptions, run_drift
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import UsageError
+from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_index import SKEWS
 from stillroom_bench.experiments.tiered_model import PREDICTORS, run_prediction, summary
 

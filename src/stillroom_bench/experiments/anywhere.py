@@ -36,6 +36,7 @@ from stillroom_bench.experiments.anywhere_engine import (
     system,
 )
 from stillroom_bench.experiments.anywhere_peer import Peer
+from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms

@@ -24,7 +24,7 @@ from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
-from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS
+from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS, AnywhereBenchOptions
 
 ANSWER_TOKENS = 4
 

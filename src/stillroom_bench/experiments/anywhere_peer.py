@@ -9,7 +9,7 @@ from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere_engine import ANSWER_TOKENS, PromptReply
 from stillroom_bench.experiments.anywhere_worker import PEERS
-from stillroom_bench.experiments.options import SYSTEM_TOKENS
+from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS
 from stillroom_bench.instrument.worker import WorkerProcess
 
 _WORKER = Path(__file__).parent / "anywhere_worker.py"

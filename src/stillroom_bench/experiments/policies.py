@@ -11,6 +11,7 @@ from typing import Any
 
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom_bench.experiments.experiment_options import PoliciesOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples

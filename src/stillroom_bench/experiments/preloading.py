@@ -33,6 +33,7 @@ from stillroom_bench.experiments.anywhere_engine import (
     question,
     shuffled_prompt,
 )
+from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms

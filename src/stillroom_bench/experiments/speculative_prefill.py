@@ -35,6 +35,7 @@ from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
+from stillroom_bench.experiments.experiment_options import SpeculationOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms

@@ -24,9 +24,10 @@ from stillroom.planner.simulation.driving import drive
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, write_bare_list_file
+from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_search import Asked, Searched
-from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, made_lists
+from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, check_options, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms

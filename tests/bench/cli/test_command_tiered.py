@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stillroom_bench.experiments import tiered_answers, tiered_drift, tiered_index, tiered_model
+from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_drift import DriftOptions
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
