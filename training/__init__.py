@@ -1,1 +1,1 @@
-"""How the bundled English model is made: data, trainer, evaluation, card. Not part of the package; see README.md."""
+"""Makes the bundled English model: data, trainer, evaluation, model card. Not part of the package; see README.md."""

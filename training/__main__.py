@@ -1,4 +1,4 @@
-"""`python -m training`: data, train, export, evaluate, card, bundle. Each says with --help what it needs."""
+"""`python -m training`: data, train, export, evaluate, card, bundle. Each command lists its options with --help."""
 
 import json
 import os
@@ -19,19 +19,19 @@ Data = Annotated[Path, typer.Option("--data", help="The folder that `data` wrote
 @app.callback()
 def main() -> None:
     """Make the bundled model that answers in English."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches are made in processes of their own
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # worker processes make the batches
 
 
 def _recipe(name: str) -> "Recipe":
     from training.recipe import RECIPES
 
     if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}; training/recipe.py has {', '.join(RECIPES)}")
+        raise ValueError(f"unknown recipe {name!r}; known are {', '.join(RECIPES)} (training/recipe.py)")
     return RECIPES[name]
 
 
 def run_command(arguments: list[str] | None = None) -> None:
-    """What is wrong with the folders or options is one line, and exit code 2."""
+    """Run a command; an error of folders or options is printed in one line and exits with 2."""
     from stillroom.errors import StillroomError
     from training.checkpoint import ResumeError
 
@@ -47,11 +47,11 @@ def data(
     shared: Annotated[Path, typer.Option(help="The folder with the data and the generator of worlds.")] = Path(
         "../shared"
     ),
-    out: Annotated[Path, typer.Option(help="Where to.")] = Path("training/build/data"),
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("training/build/data"),
     seed: int = 0,
-    num_worlds: Annotated[int, typer.Option(help="Made-up worlds to learn from.")] = 60_000,
+    num_worlds: Annotated[int, typer.Option(help="Generated worlds for training.")] = 60_000,
 ) -> None:
-    """Read, clean, split and word the texts; train the tokenizer; write the questions of the evaluation."""
+    """Read, clean and split the texts, make questions, train the tokenizer, and write the evaluation sets."""
     from training.data.prepare import DataRecipe, prepare
 
     recipe = DataRecipe(seed=seed, num_worlds=num_worlds)
@@ -61,22 +61,22 @@ def data(
 
 @app.command()
 def train(  # noqa: PLR0913  options of a command
-    recipe: Annotated[str, typer.Option(help="Which of recipe.RECIPES: early, smoke, 12m, 30m.")] = "30m",
+    recipe: Annotated[str, typer.Option(help="Recipe: early, smoke, 12m or 30m.")] = "30m",
     data: Data = Path("training/build/data"),
-    out: Annotated[Path, typer.Option(help="Of the run; goes on from the checkpoint there.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder of the run; resumes from its checkpoint.")] = Path(
         "training/build/run"
     ),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    minutes: Annotated[float | None, typer.Option(help="Stop with a checkpoint after so long.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop with a checkpoint after this many minutes.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that make batches.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="Threads of a CPU.")] = None,
-    micro_rows: Annotated[int | None, typer.Option(help="Rows in memory at once; fewer need less.")] = None,
-    compiled: Annotated[bool, typer.Option(help="torch.compile.")] = True,
-    attention: Annotated[str | None, typer.Option(help="mask or flex; by default flex on a GPU.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    micro_rows: Annotated[int | None, typer.Option(help="Rows per forward pass; fewer need less memory.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Use torch.compile on a GPU.")] = True,
+    attention: Annotated[str | None, typer.Option(help="mask or flex; default: flex on a GPU, else mask.")] = None,
 ) -> None:
-    """Train until the end of the recipe, of the minutes, or Ctrl-C; the same command goes on.
+    """Train until the recipe or the time ends, or until Ctrl-C; the same command resumes.
 
-    Ends with 0 when the run is complete, and with 3 when there is more to do.
+    Exits with 0 when the run is complete, and with 3 when it can be resumed.
     """
     import torch
 
@@ -110,9 +110,9 @@ def export(
     recipe: Annotated[str, typer.Option(help="The recipe of the run.")] = "30m",
     data: Data = Path("training/build/data"),
     run: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("training/build/run"),
-    out: Annotated[Path, typer.Option(help="Where to.")] = Path("training/build/model"),
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("training/build/model"),
 ) -> None:
-    """Write the run's model as a checkpoint that Stillroom and transformers load."""
+    """Write the run's weights as a checkpoint for Stillroom and transformers."""
     from training.export import export_run
 
     typer.echo(str(export_run(run, data, out, _recipe(recipe))))
@@ -120,14 +120,14 @@ def export(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Option(help="A checkpoint's folder, or `bundled:NAME`.")] = "training/build/model",
+    model: Annotated[str, typer.Option(help="A checkpoint folder, or `bundled:NAME`.")] = "training/build/model",
     data: Data = Path("training/build/data"),
-    out: Annotated[Path, typer.Option(help="The report, as JSON.")] = Path("training/build/evaluation.json"),
-    limit: Annotated[int | None, typer.Option(help="Questions of each set; by default all.")] = None,
-    reuse: Annotated[int, typer.Option(help="Questions of each set that are asked with KV reuse too.")] = 60,
+    out: Annotated[Path, typer.Option(help="JSON report to write.")] = Path("training/build/evaluation.json"),
+    limit: Annotated[int | None, typer.Option(help="Questions per set; default: all.")] = None,
+    reuse: Annotated[int, typer.Option(help="Questions per set that also run with KV reuse.")] = 60,
     device: str = "cpu",
 ) -> None:
-    """Ask the held-out questions through Stillroom's engine; print the tables of the card."""
+    """Answer the held-out questions with Stillroom's engine, and print the tables of the model card."""
     from training.evaluation.evaluate import evaluate as run
     from training.evaluation.report import as_markdown, write_report
 
@@ -139,13 +139,15 @@ def evaluate(
 
 @app.command()
 def card(
-    name: Annotated[str, typer.Option(help="Of the model.")],
+    name: Annotated[str, typer.Option(help="Name of the model.")],
     data: Data = Path("training/build/data"),
     run: Annotated[Path, typer.Option(help="The folder of the run.")] = Path("training/build/run"),
     model: Annotated[Path, typer.Option(help="The exported folder; its README.md is written.")] = Path(
         "training/build/model"
     ),
-    report: Annotated[Path, typer.Option(help="What `evaluate` wrote.")] = Path("training/build/evaluation.json"),
+    report: Annotated[Path, typer.Option(help="Report that `evaluate` wrote.")] = Path(
+        "training/build/evaluation.json"
+    ),
 ) -> None:
     """Write the model card from data, log and report."""
     from training.card import card as written
@@ -159,9 +161,9 @@ def card(
 
 @app.command()
 def bundle(
-    name: Annotated[str, typer.Option(help="Of the folder in the package.")],
+    name: Annotated[str, typer.Option(help="Name of the model's folder in the package.")],
     model: Annotated[Path, typer.Option(help="The exported folder with its card.")] = Path("training/build/model"),
-    default: Annotated[bool, typer.Option("--default", help="Make it the model that answers by default.")] = False,
+    default: Annotated[bool, typer.Option("--default", help="Make it the default model.")] = False,
 ) -> None:
     """Copy a finished model into the package."""
     from training.bundle import bundle as copied
@@ -170,15 +172,15 @@ def bundle(
     typer.echo(str(copied(model, name)))
     if default:
         make_default(name)
-    typer.echo("name it in NOTICE; then: make test", err=True)
+    typer.echo("next: name the model in NOTICE and run make test", err=True)
 
 
 @app.command()
 def reckon(
-    recipe: Annotated[str, typer.Option(help="Which of recipe.RECIPES.")] = "30m",
-    tflops: Annotated[float | None, typer.Option(help="What the machine really does in a second, in 10^12.")] = None,
+    recipe: Annotated[str, typer.Option(help="Recipe: early, smoke, 12m or 30m.")] = "30m",
+    tflops: Annotated[float | None, typer.Option(help="Achieved speed of the machine, in 10^12 FLOP/s.")] = None,
 ) -> None:
-    """How many operations and minutes a recipe takes."""
+    """Print the operations and minutes that a recipe takes."""
     from dataclasses import asdict
 
     from training.reckoning import BF16_FLOPS, UTILISATION
@@ -190,11 +192,11 @@ def reckon(
 
 @app.command()
 def marks(
-    recipe: Annotated[str, typer.Option(help="Which of recipe.RECIPES.")] = "early",
+    recipe: Annotated[str, typer.Option(help="Recipe: early, smoke, 12m or 30m.")] = "early",
     data: Data = Path("training/build/data"),
-    batches: Annotated[int, typer.Option(help="Batches of training to count.")] = 500,
+    batches: Annotated[int, typer.Option(help="Training batches to count.")] = 500,
 ) -> None:
-    """The entropies of tokens and of pairs of tokens that a model must get below."""
+    """Print the unigram and bigram cross-entropies that a model must beat."""
     from dataclasses import asdict
 
     from training.marks import marks_of_recipe

@@ -1,4 +1,4 @@
-"""The batches of a recipe: those it learns from, and the held-out ones that its log scores."""
+"""Batches of a recipe: training batches, and held-out batches that the log scores."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +9,14 @@ from training.data.split import Split
 from training.recipe import Recipe
 
 HELD = {"text": 0.0, "worlds": 1.0}
-"""What is scored, with its share of made-up worlds."""
+"""Kind of held-out batches -> share of generated worlds."""
 NUM_HELD = 2
-"""Batches of each that the log scores."""
+"""Batches of each kind that the log scores."""
 _NUM_HELD_ROWS = 4
 
 
 def batches_of(recipe: Recipe, data: Path, split: Split, renderer: Renderer) -> Batches:
-    """Raises FileNotFoundError: there is no data."""
+    """Make the batches of a recipe; raises FileNotFoundError if there is no data."""
     return Batches(
         library=Library.read(data, split),
         renderer=renderer,
@@ -29,7 +29,7 @@ def batches_of(recipe: Recipe, data: Path, split: Split, renderer: Renderer) -> 
 
 
 def held_batches(recipe: Recipe, data: Path, renderer: Renderer, count: int) -> dict[str, list[Batch]]:
-    """Of documents and of worlds that are for evaluation, as hard as at the end of a run; always the same ones."""
+    """Return fixed batches of held-out documents and worlds, as difficult as at the end of a run."""
     found = {}
     for name, worlds in HELD.items():
         mixture = replace(recipe.mixture, worlds=worlds, swapped=0.0)

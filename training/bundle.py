@@ -1,4 +1,4 @@
-"""Puts a finished model into the package, and makes it the one that answers where no other is named."""
+"""Copies a finished model into the package, and makes it the default model."""
 
 import re
 import shutil
@@ -25,40 +25,40 @@ def bundle(model: Path, name: str, *, into: Path | None = None) -> Path:
     """Copy a checkpoint with its card; returns its new folder.
 
     Args:
-        into: the folder of bundled models; None: that of the package that is imported.
+        into: folder of bundled models; None: that of the imported package.
 
     Raises:
-        ValueError: a file is missing, or it is too large, or the name is no plain word.
-        ModelError: Stillroom cannot use it.
+        ValueError: a file is missing, the weights are too large, or the name is invalid.
+        ModelError: Stillroom cannot load the checkpoint.
     """
     missing = [one for one in REQUIRED if not (model / one).is_file()]
     if missing:
-        raise ValueError(f"{model} lacks {', '.join(missing)}; a bundled model has its card and attribution with it")
+        raise ValueError(f"{model} lacks {', '.join(missing)}; a bundled model needs its card and attribution")
     size = (model / "model.safetensors").stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"{model} has {size / 2**20:.0f} MiB of weights, more than {MAX_BYTES / 2**20:.0f}")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise ValueError(f"{name!r} is no name for a folder; use small letters, digits and hyphens")
+        raise ValueError(f"{name!r} is not a folder name; use lower-case letters, digits and hyphens")
     load_model(str(model), device="cpu")
     out = (into or bundled_models.FOLDER) / name
-    with replaced(out) as new:  # the model may be the folder that is replaced
+    with replaced(out) as new:  # `model` may be the replaced folder
         shutil.copytree(model, new, dirs_exist_ok=True)
     return out
 
 
 def make_default(name: str, module: Path | None = None) -> None:
-    """Rewrite the line that names the default; the folder of that name must be there.
+    """Rewrite the line of the source that names the default model.
 
     Args:
-        module: the source of `stillroom.models.bundled_models`, by default the one that is imported.
+        module: source of `stillroom.models.bundled_models`; None: the imported module.
 
     Raises:
-        ValueError: there is no such bundled model, or the line is not to be found.
+        ValueError: there is no such bundled model, or the source has no such line.
     """
     path = module or Path(bundled_models.__file__)
     if not (path.parent / "bundled" / name / "config.json").is_file():
-        raise ValueError(f"no bundled model {name!r} beside {path}; bundle it first")
+        raise ValueError(f"{path.parent} has no bundled model {name!r}; bundle it first")
     text, count = _LINE.subn(f'DEFAULT = "{name}"', path.read_text(encoding="utf-8"))
     if count != 1:
-        raise ValueError(f"{path} has no line that names the default")
+        raise ValueError(f"{path} has no line that names the default model")
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it learned from, how good it is, how it was made. Written, never edited."""
+"""Generates the model card: description, quality, training data, training run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ license: cc-by-sa-4.0
 def card(
     name: str, manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None
 ) -> str:
-    """Markdown with the front matter that model hubs read.
+    """Return the card as Markdown with the front matter of model hubs.
 
     Args:
-        manifest: of the data.
-        log: of the run.
-        report: of the evaluation; None: there was none, and the card says so.
+        manifest: manifest of the data.
+        log: log of the run.
+        report: report of the evaluation; None: the card says that there was none.
 
     Raises:
-        ValueError: they are not of the same data.
+        ValueError: manifest, log and report are of different data.
     """
     begin = next(line for line in log if "recipe" in line)
     if any(of["data"] != manifest["digest"] for of in (begin, report) if of is not None):
-        raise ValueError("data, run and evaluation are not of the same data; train, export and evaluate with these")
+        raise ValueError("run, evaluation and data do not belong together; train, export and evaluate with this data")
     sections = {
         f"# {name}": _what(begin),
         "## How good it is": _how_good(report),
@@ -47,10 +47,10 @@ def _what(begin: Mapping[str, Any]) -> str:
     return (
         f"A Llama of {begin['parameters'] / 1e6:.1f} million parameters ({shape['num_layers']} layers, hidden size "
         f"{shape['hidden_size']}, {shape['num_heads']} query and {shape['num_kv_heads']} key/value heads, context "
-        f"{shape['max_positions']:,}, byte-level BPE of {shape['vocab_size']:,}), trained from nothing to answer "
-        f'English questions from one to six retrieved chunks with a stretch of their text, or with "{SILENT}" It '
-        "knows next to nothing by itself and is for nothing else.\n\n"
-        "Its prompt is what Stillroom makes of its chat template: the chunks, each between `<document>` and "
+        f"{shape['max_positions']:,}, byte-level BPE of {shape['vocab_size']:,}), trained from scratch to answer "
+        f'English questions from one to six retrieved chunks with a span of their text, or with "{SILENT}" It has '
+        "almost no knowledge of its own and no other purpose.\n\n"
+        "Stillroom makes its prompt from its chat template: the chunks, each between `<document>` and "
         "`</document>` with its heading, then `Question: ...`. Decode greedily; an answer ends with `<|im_end|>`."
     )
 
@@ -61,9 +61,9 @@ def _how_good(report: Mapping[str, Any] | None) -> str:
     return as_markdown(report) + (
         "\nxquad: questions about held-out Wikipedia articles over their paragraph and the four held-out ones that "
         "BM25 ranks next. Unanswerable: the same questions over five such paragraphs without the answer. microworld: "
-        "made-up worlds whose persons, companies, towns, ships and rivers training never named "
-        "(of a name of two words, the pair; each word may be in others). Intervals resample documents and worlds. The "
-        "answers came from Stillroom's own engine, in float32, greedily."
+        "generated worlds whose persons, companies, towns, ships and rivers do not occur in training "
+        "(for names of two words, the pair; each word may occur in others). Intervals resample documents and worlds. "
+        "Stillroom's engine computed the answers greedily in float32."
     )
 
 
@@ -72,11 +72,11 @@ def _data(manifest: Mapping[str, Any]) -> str:
     licences = ", ".join(dict.fromkeys(source.licence for source in SOURCES))
     return (
         f"{sum(counts['passages'].values()):,} passages ({counts['characters'] / 1e6:.1f} million characters), "
-        f"{counts['questions by people']:,} questions by people and {counts['worlds']:,} made-up worlds; drawn from "
-        "these anew for every step: sentences with a blank, questions made from sentences by rules, "
-        f"exchanged numbers, dates and names, and questions without an answer. Licences: {licences}; "
-        f"[ATTRIBUTION.md](ATTRIBUTION.md) names the works. Left out: {', '.join(EXCLUDED)}.\n\n"
-        f"Held out whole, with all that shares more than two runs of eight words with them: "
+        f"{counts['questions by people']:,} questions by people and {counts['worlds']:,} generated worlds. Every step "
+        "draws from these: sentences with a blank, questions made from sentences by rules, replaced numbers, dates "
+        f"and names, and questions without an answer. Licences: {licences}; "
+        f"[ATTRIBUTION.md](ATTRIBUTION.md) names the works. Excluded: {', '.join(EXCLUDED)}.\n\n"
+        f"Held-out documents, with every passage that shares more than two runs of eight words with them: "
         f"{', '.join(manifest['held out'])}."
     )
 
@@ -90,6 +90,6 @@ def _run(begin: Mapping[str, Any], log: Sequence[Mapping[str, Any]], manifest: M
         f"{steps:,} steps of {recipe['num_rows']} rows of {recipe['row_tokens']:,} tokens, {tokens / 1e6:.0f} million "
         f"tokens in all, on {begin['device']}; AdamW, learning rate {recipe['learning_rate']}, schedule "
         f"{recipe['schedule']}, seed {recipe['seed']}. Data {manifest['digest'][:16]}, commit "
-        f"{begin['environment']['commit']}. Last scores on held-out batches (nats per token; share of answers right "
-        f"to the last token, given those before): {json.dumps(held[-1]) if held else 'none'}."
+        f"{begin['environment']['commit']}. Last scores on held-out batches (nats per token; share of answers whose "
+        f"every token is predicted given those before): {json.dumps(held[-1]) if held else 'none'}."
     )

@@ -1,4 +1,4 @@
-"""A run's state on disk, written whole or not at all; and its log, which never runs ahead of it after a crash."""
+"""Checkpoint and log of a run: the checkpoint is written atomically, the log is cut back to it on resume."""
 
 import json
 import os
@@ -16,11 +16,11 @@ LOG = "log.jsonl"
 
 
 class ResumeError(Exception):
-    """The checkpoint belongs to another run."""
+    """The checkpoint belongs to another recipe or to other data."""
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
-    """Atomic: whoever is killed while writing leaves the checkpoint before it."""
+    """Write a checkpoint atomically, so that a crash leaves the previous one."""
     folder.mkdir(parents=True, exist_ok=True)
     path, scratch = folder / CHECKPOINT, folder / f"{CHECKPOINT}.tmp"
     with scratch.open("wb") as file:
@@ -31,7 +31,7 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """None where the run has none yet."""
+    """Return the checkpoint's state; None if the run has none."""
     path = folder / CHECKPOINT
     if not path.exists():
         return None
@@ -40,19 +40,21 @@ def load_checkpoint(folder: Path) -> dict[str, Any] | None:
 
 
 def identity_of(recipe: Recipe, data: Path) -> dict[str, str]:
-    """What a run is of. Raises as `verified_digest`."""
+    """Return the recipe and the data's digest, which identify a run. Raises as `verified_digest`."""
     return {"recipe": repr(recipe.as_json()), "data": verified_digest(data)}
 
 
 def check_identity(folder: Path, state: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
-    """Raises ResumeError: the checkpoint is of another recipe, or of other data."""
+    """Check that a checkpoint is of this recipe and data; raises ResumeError otherwise."""
     for part, name in wanted.items():
         if state["identity"][part] != name:
-            raise ResumeError(f"the {part} is not that of the run in {folder}; give that {part}, or another folder")
+            raise ResumeError(
+                f"the {part} differs from that of the run in {folder}; use the same {part}, or another folder"
+            )
 
 
 class Log:
-    """JSON lines. What was written after the checkpoint that a run goes on from is dropped: it happens again."""
+    """Log of a run as JSON lines. Lines after the resumed checkpoint are dropped, because those steps run again."""
 
     def __init__(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ class Log:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Lines of a run; one that was cut off by a crash is left out."""
+    """Read the lines of a run's log; a line truncated by a crash is skipped."""
     path = folder / LOG
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():

@@ -1,4 +1,4 @@
-"""A run's weights as a checkpoint in Hugging Face's layout: bfloat16 safetensors, config, tokenizer, chat template."""
+"""Exports a run as a checkpoint in Hugging Face's layout: bfloat16 safetensors, config, tokenizer, chat template."""
 
 import json
 import shutil
@@ -14,16 +14,16 @@ from training.model import Llama
 from training.recipe import Recipe, Shape
 
 MAX_BYTES = 64 * 2**20
-"""Of the weights that ship in the package."""
+"""Maximum size of the weights in the package."""
 MAX_ANSWER_TOKENS = 48
 
 
 def export_run(run: Path, data: Path, out: Path, recipe: Recipe) -> Path:
-    """The folder, without a card: that needs an evaluation.
+    """Write the checkpoint folder without a model card, which needs an evaluation; returns the folder.
 
     Raises:
         FileNotFoundError: the run has no checkpoint, or there is no data.
-        ValueError: the data are not whole, or the weights are too large to ship.
+        ValueError: the data are incomplete, or the weights are too large to ship.
         ResumeError: the run is of another recipe, or of other data.
     """
     state = load_checkpoint(run)
@@ -36,16 +36,16 @@ def export_run(run: Path, data: Path, out: Path, recipe: Recipe) -> Path:
 
 
 def export_model(model: Llama, data: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Raises ValueError if the weights are too large to ship."""
+    """Write the checkpoint folder; raises ValueError if the weights are too large to ship."""
     out.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": one.to(dtype).contiguous() for name, one in model.state_dict().items()}
     size = sum(one.numel() * one.element_size() for one in tensors.values())
     if size > MAX_BYTES:
         raise ValueError(
-            f"the weights take {size / 2**20:.0f} MiB, more than {MAX_BYTES / 2**20:.0f}; take a smaller shape"
+            f"the weights take {size / 2**20:.0f} MiB, more than {MAX_BYTES / 2**20:.0f}; choose a smaller shape"
         )
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # the library lets nobody else read it
+    (out / "model.safetensors").chmod(0o644)  # the library makes it readable by the owner only
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(data / "tokenizer" / name, out / name)
     shutil.copy(data / "ATTRIBUTION.md", out / "ATTRIBUTION.md")

@@ -1,4 +1,4 @@
-"""A folder that is replaced as a whole, or not at all."""
+"""Replaces a folder atomically."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """An empty folder that takes this one's place at the end of the block; after an error the old one is as it was."""
+    """Yield an empty folder that replaces `folder` at the end of the block; after an error `folder` is unchanged."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new = Path(scratch) / "new"

@@ -1,6 +1,6 @@
-"""Who may look at whom in a packed row: a token sees its own sample's context and its own branch, up to itself.
+"""Attention masks of packed rows: a token attends to its sample's context and to its own branch, causally.
 
-Two ways with one meaning: a dense mask for any device, and a block mask whose empty blocks a GPU skips.
+Two equivalent implementations: a dense mask for any device, and a block mask whose empty blocks a GPU skips.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Isolation = Any
-"""A boolean mask (R, 1, T, T), true where a token may look; or a `BlockMask` of flex attention."""
+"""A boolean mask (R, 1, T, T), true where a token attends; or a `BlockMask` of flex attention."""
 
 
 def dense_mask(samples_RT: Tensor, branches_RT: Tensor) -> Tensor:
-    """(R, 1, T, T)."""
+    """Return a boolean mask (R, 1, T, T)."""
     size = samples_RT.shape[1]
     order = torch.arange(size, device=samples_RT.device)
     is_earlier = order[:, None] >= order[None, :]
@@ -27,7 +27,7 @@ def dense_mask(samples_RT: Tensor, branches_RT: Tensor) -> Tensor:
 
 
 def block_mask(samples_RT: Tensor, branches_RT: Tensor, *, is_compiled: bool) -> Isolation:
-    """The same for flex attention."""
+    """Return the mask for flex attention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -41,12 +41,12 @@ def block_mask(samples_RT: Tensor, branches_RT: Tensor, *, is_compiled: bool) ->
 
 
 def attend(q_RHTD: Tensor, k_RHTD: Tensor, v_RHTD: Tensor, isolation: Isolation) -> Tensor:
-    """(R, H, T, D); a key head serves a group of neighbouring query heads."""
+    """Return attention outputs (R, H, T, D); each key head serves a group of neighbouring query heads."""
     if isinstance(isolation, Tensor):
         return F.scaled_dot_product_attention(q_RHTD, k_RHTD, v_RHTD, attn_mask=isolation, enable_gqa=True)
     from torch.nn.attention.flex_attention import flex_attention
 
-    is_alone = q_RHTD.is_cuda and not torch.compiler.is_compiling()  # else the whole model is compiled, this with it
+    is_alone = q_RHTD.is_cuda and not torch.compiler.is_compiling()  # otherwise it is compiled with the model
     flex: Any = _compiled(flex_attention) if is_alone else flex_attention
     out: Tensor = flex(q_RHTD, k_RHTD, v_RHTD, block_mask=isolation, enable_gqa=True)
     return out

@@ -1,4 +1,4 @@
-"""What a batch says about the model: loss on answers and on text, and how many answers are right to the last token."""
+"""Losses on answers and on text, and the share of answers whose every token is predicted."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ def part_of(batch: Batch, rows: slice, device: torch.device, *, is_flex: bool) -
 
 
 def summed_losses(model: Llama, hidden: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over the answers' tokens, and over the texts'."""
+    """Return the cross-entropy summed over answer tokens, and over text tokens."""
     is_target = part.targets != NO_TARGET
     each = F.cross_entropy(model.logits(hidden[is_target]).float(), part.targets[is_target], reduction="none")
     is_answer = part.is_answer[is_target]
@@ -48,7 +48,7 @@ def summed_losses(model: Llama, hidden: Tensor, part: Part) -> tuple[Tensor, Ten
 
 
 def num_targets(batch: Batch) -> tuple[int, int]:
-    """How many tokens of answers, and of text, the batch predicts."""
+    """Return the numbers of predicted answer tokens and text tokens."""
     answers = int(batch.is_answer.sum())
     return answers, int((batch.targets != NO_TARGET).sum()) - answers
 
@@ -59,12 +59,12 @@ class Scores:
     """Nats per token."""
     text_loss: float
     exact: float
-    """Share of answers of which every token is the likeliest, given those before it."""
+    """Share of answers of which every token is the likeliest given those before it."""
 
 
 @torch.no_grad()
 def score(model: Llama, batches: list[Batch], device: torch.device, *, dtype: torch.dtype) -> Scores:
-    """Over all of the batches together."""
+    """Score a model over all batches together."""
     sums, counts, right, total = np.zeros(2), np.zeros(2), 0, 0
     for batch in batches:
         for row in range(len(batch.tokens)):
@@ -84,7 +84,7 @@ def score(model: Llama, batches: list[Batch], device: torch.device, *, dtype: to
 
 
 def _answer_names(batch: Batch, row: int) -> np.ndarray:
-    """For each answer token of a row a number that its answer shares with no other of the row."""
+    """Return for each answer token of a row a number that identifies its answer within the row."""
     chosen = batch.is_answer[row]
     names: np.ndarray = batch.samples[row][chosen].astype(np.int64) * 4096 + batch.branches[row][chosen]
     return names

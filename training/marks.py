@@ -1,7 +1,7 @@
-"""What a model must beat before it can be said to have learned anything: tables of tokens and of pairs of tokens.
+"""Baselines of the training log: cross-entropies of unigram and bigram tables counted over training batches.
 
-Cross-entropy, in nats per token, on the held-out batches that the training log scores, of counts over training batches.
-A model below the second mark uses more than the token before; on answers, it begins to read.
+They are in nats per token on the held-out batches that the training log scores. A model below the bigram baseline uses
+more context than the previous token.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ class Marks:
     unigram: float
     bigram: float
     num_tokens: int
-    """Counted."""
+    """Number of counted tokens."""
 
 
 def marks(train: Iterable[Batch], held: Sequence[Batch], vocab_size: int, *, is_answer: bool) -> Marks:
-    """Of the tokens of answers, or of the tokens of text."""
+    """Compute the baselines for answer tokens or for text tokens."""
     pairs: Counter[Pair] = Counter()
     for batch in train:
         pairs.update(_pairs(batch, is_answer))
@@ -45,7 +45,7 @@ def marks(train: Iterable[Batch], held: Sequence[Batch], vocab_size: int, *, is_
         return (singles[token] + 1) / (total + vocab_size)
 
     def pair(previous: int, token: int) -> float:
-        """Witten and Bell: as much weight on single tokens as the one before has had different followers."""
+        """Return the Witten-Bell smoothed probability: the unigram weight is the number of distinct followers."""
         seen, kinds = before[previous], followers[previous]
         return (pairs[previous, token] + kinds * single(token)) / (seen + kinds) if seen else single(token)
 
@@ -61,10 +61,10 @@ def _pairs(batch: Batch, is_answer: bool) -> list[Pair]:
 
 
 def marks_of_recipe(recipe: Recipe, data: Path, num_batches: int) -> dict[str, Marks]:
-    """Of the text and the answers over held-out documents, and of the answers over held-out worlds.
+    """Compute the baselines of held-out text, of answers over held-out documents, and of answers over held-out worlds.
 
     Args:
-        num_batches: of training, spread over the run, that are counted.
+        num_batches: number of counted training batches, spread over the run.
     """
     renderer = Renderer(Tokenizer.load(data / "tokenizer"))
     batches = batches_of(recipe, data, "train", renderer)

@@ -1,4 +1,4 @@
-"""A Llama for training, in plain PyTorch; names and arithmetic are those that transformers and Stillroom read.
+"""A Llama for training in plain PyTorch, with the tensor names and arithmetic of transformers and Stillroom.
 
 R rows, T tokens, H heads, D head dim.
 """
@@ -12,7 +12,7 @@ from training.recipe import Shape
 
 
 class Norm(nn.Module):
-    """RMSNorm; computed in float32."""
+    """RMSNorm, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Norm(nn.Module):
 
 
 def rotation(shape: Shape, positions_RT: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (R, 1, T, D)."""
+    """Return cosines and sines of rotary positions, (R, 1, T, D)."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions_RT.device).float() / shape.head_dim
     angles = positions_RT.float()[:, None, :, None] * shape.rope_theta**-exponents
     angles = torch.cat([angles, angles], dim=-1)
@@ -34,9 +34,9 @@ def rotation(shape: Shape, positions_RT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x_RHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves turned against each other, as Hugging Face lays them out."""
-    one, two = x_RHTD.float().chunk(2, dim=-1)
-    return (x_RHTD.float() * cos + torch.cat([-two, one], dim=-1) * sin).to(x_RHTD.dtype)
+    """Apply rotary positions in Hugging Face's layout, which rotates the two halves of a head."""
+    first, second = x_RHTD.float().chunk(2, dim=-1)
+    return (x_RHTD.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x_RHTD.dtype)
 
 
 class Attention(nn.Module):
@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Up to the last norm; the head is `embed_tokens` again (`logits`)."""
+    """A Llama up to its last norm; `logits` applies the head, which is tied to `embed_tokens`."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, shape.norm_eps)
-        self._start(seed)
+        self._initialise(seed)
 
-    def _start(self, seed: int) -> None:
-        """Normal; what adds to the stream smaller, so that its size does not grow with the layers (GPT-2)."""
+    def _initialise(self, seed: int) -> None:
+        """Draw normal weights; residual projections are scaled down by the number of layers (GPT-2)."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -109,7 +109,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=std, generator=generator)
 
     def forward(self, tokens_RT: Tensor, positions_RT: Tensor, isolation: Isolation) -> Tensor:
-        """Hidden states, (R, T, hidden size)."""
+        """Return hidden states, (R, T, hidden size)."""
         cos, sin = rotation(self.shape, positions_RT)
         x = self.embed_tokens(tokens_RT)
         for layer in self.layers:

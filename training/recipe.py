@@ -1,4 +1,4 @@
-"""What is trained and on what: all that decides the weights. How fast and where it runs is in `trainer.Run`."""
+"""Recipes: all options that determine the trained weights. Options of speed and device are in `trainer.Run`."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Those of the embedding count once."""
+        """Number of parameters; tied embeddings count once."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         return self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size
@@ -35,24 +35,24 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run is resumed only with the recipe and the data that it was begun with."""
+    """Options of a training run; a run can be resumed only with the same recipe and data."""
 
     shape: Shape
     num_steps: int
     num_rows: int
-    """Rows in a step."""
+    """Rows per step."""
     row_tokens: int = 2048
     learning_rate: float = 2e-3
     schedule: Literal["wsd", "cosine"] = "wsd"
-    """`wsd`: constant after the warm-up, then straight down to 0; `cosine`: down to a tenth all the way."""
+    """`wsd`: constant after the warm-up, then linear decay to 0; `cosine`: cosine decay to a tenth."""
     warmup_steps: int = 100
     decay_share: float = 0.3
-    """Last part of the run, in which `wsd` goes down."""
+    """Share of the run, at its end, in which `wsd` decays."""
     weight_decay: float = 0.1
-    """Of matrices; embeddings and norms have none."""
+    """Weight decay of matrices; embeddings and norms have none."""
     max_grad_norm: float = 1.0
     text_weight: tuple[float, float] = (1.0, 0.1)
-    """Of the loss on text beside that on answers, at the first step and from the middle of the run on."""
+    """Weight of the text loss relative to the answer loss, at the first step and from the middle of the run on."""
     mixture: Mixture = field(default_factory=Mixture)
     seed: int = 0
 
@@ -80,7 +80,7 @@ RECIPES: dict[str, Recipe] = {
         text_weight=(1.0, 0.5),
         mixture=Mixture(max_chunks=2, max_questions=6, ramp=1.0),
     ),
-    # does everything work on this GPU: the model of the long run, a minute
+    # test of a GPU with the model of the long run, about a minute
     "smoke": Recipe(shape=BUNDLED, num_steps=60, num_rows=32, warmup_steps=10),
     "12m": Recipe(shape=SMALL, num_steps=3000, num_rows=64, learning_rate=3e-3),
     "30m": Recipe(shape=BUNDLED, num_steps=3600, num_rows=64),
@@ -88,7 +88,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Of one step, counted from 0."""
+    """Return the learning rate of a step, counted from 0."""
     warm = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
     left = 1 - step / recipe.num_steps
     if recipe.schedule == "wsd":
@@ -97,6 +97,6 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def text_weight(recipe: Recipe, step: int) -> float:
-    """Straight from the first value to the second, which holds from the middle of the run on."""
+    """Return the text weight of a step: linear from the first value to the second, constant after half the run."""
     first, last = recipe.text_weight
     return first + (last - first) * min(1.0, 2 * step / recipe.num_steps)

@@ -1,13 +1,13 @@
-"""How long a run takes before it is begun: operations of a token, tokens, and what a machine does in a second."""
+"""Estimates the duration of a run from the operations per token, the tokens, and the machine's speed."""
 
 from dataclasses import dataclass
 
 from training.recipe import Recipe, Shape
 
 BF16_FLOPS = 990e12
-"""Of one H100 or H200, dense, by its data sheet."""
+"""Dense bfloat16 peak of one H100 or H200 by its data sheet."""
 UTILISATION = 0.15
-"""Of that, for products as narrow as these: their time goes into moving activations. The smoke test measures it."""
+"""Assumed share of the peak for matrices this narrow, which are bound by activation traffic; `smoke` measures it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,20 @@ class Reckoning:
 
 
 def flops_per_token(shape: Shape, context: float) -> float:
-    """Forward and backward: 6 for each weight that multiplies, 12 x layers x width x context for attention.
+    """Return operations per token, forward and backward: 6 per weight, 12 x layers x width x context for attention.
 
     Args:
-        context: how many tokens a token looks at, on average.
+        context: mean number of tokens that a token attends to.
     """
     return 6 * shape.num_parameters + 12 * shape.num_layers * shape.hidden_size * context
 
 
 def reckon(recipe: Recipe, *, context: float = 400, flops: float = BF16_FLOPS * UTILISATION) -> Reckoning:
-    """Args:
-    context: a sample has some 800 tokens, so a token looks at about half as many.
-    flops: operations that the machine does in a second, in practice.
+    """Estimate the operations and the duration of a recipe.
+
+    Args:
+        context: mean number of tokens that a token attends to; a sample has about 800 tokens.
+        flops: achieved operations per second of the machine.
     """
     each = flops_per_token(recipe.shape, context)
     tokens = recipe.num_steps * recipe.step_tokens

@@ -1,7 +1,7 @@
-"""Trains a model in steps that can be interrupted: what a run gives does not depend on how often it was.
+"""Trains a model; an interrupted run resumes bit for bit on the same machine.
 
-Batch n is a function of the seed and n, the model's start of the seed, and everything else that a step depends on is in
-the checkpoint; so on one machine a resumed run goes on bit for bit.
+Batch n is a function of the seed and n, the initial weights are a function of the seed, and the checkpoint holds all
+other state of a step.
 """
 
 import signal
@@ -29,37 +29,37 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Where and for how long. Nothing here changes what is learned, save in the last bits."""
+    """Options of device and duration. They do not change the result except for rounding."""
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of products and activations; weights and optimiser are float32."""
+    """Data type of products and activations; weights and optimiser state are float32."""
     attention: Literal["mask", "flex"] = "mask"
-    """`flex` skips what a token may not see; for GPUs."""
+    """`flex` skips masked blocks; for GPUs."""
     is_compiled: bool = False
     micro_rows: int | None = None
-    """Rows in memory at once; None: all of a step."""
+    """Rows per forward pass; None: all rows of a step."""
     num_workers: int = 0
-    """Processes that make batches ahead of time."""
+    """Processes that make batches in advance."""
     minutes: float | None = None
-    """Stop, with a checkpoint, after so long; None: at the end of the run."""
+    """Stop with a checkpoint after this many minutes; None: at the end of the run."""
     stop_step: int | None = None
-    """Stop after this step, likewise."""
+    """Stop with a checkpoint after this step."""
     checkpoint_minutes: float = 3.0
     log_every: int = 10
     score_every: int = 200
     num_held: int = NUM_HELD
-    """Batches of each kind that are scored."""
+    """Held-out batches of each kind that are scored."""
     clock: Callable[[], float] = field(default=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     step: int
-    """Steps done."""
+    """Number of completed steps."""
     is_done: bool
     scores: dict[str, float]
-    """Of held-out documents and worlds; empty where the run was stopped."""
+    """Scores on held-out documents and worlds; empty if the run was stopped."""
 
 
 class _Numbered(Dataset[Batch]):
@@ -70,12 +70,12 @@ class _Numbered(Dataset[Batch]):
         return self._batches.batch(number)
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the one that trains ends its step first."""
+def _ignore_interrupts(worker: int) -> None:
+    """Ignore Ctrl-C in a worker, because the training process ends its step first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _as_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -83,12 +83,12 @@ class Trainer:
     """One run in one folder."""
 
     def __init__(self, recipe: Recipe, run: Run, data: Path, out: Path) -> None:
-        """Goes on from the folder's checkpoint, if it has one.
+        """Resume from the folder's checkpoint if it has one.
 
         Raises:
-            ResumeError: that is of another recipe, or of other data.
+            ResumeError: the checkpoint is of another recipe, or of other data.
             FileNotFoundError: there is no data.
-            ValueError: the data are not whole.
+            ValueError: the data are incomplete.
         """
         self.recipe, self.run_options, self.out = recipe, run, out
         self._device = torch.device(run.device)
@@ -107,11 +107,11 @@ class Trainer:
         )
 
     def stop(self) -> None:
-        """After the step that is under way, with a checkpoint."""
+        """Stop with a checkpoint after the current step."""
         self._is_stopping = True
 
     def train(self, on_step: Callable[[dict[str, Any]], None] = lambda line: None) -> Outcome:
-        """Up to the end of the run, of the minutes, or until `stop`. Ctrl-C and SIGTERM stop it too."""
+        """Train until the run or the time ends, or until `stop`, Ctrl-C or SIGTERM."""
         options, recipe = self.run_options, self.recipe
         if self.step == 0:
             self._log.write(self._first_line())
@@ -119,7 +119,7 @@ class Trainer:
         already = self._seconds
         with _stopped_by_signals(self.stop):
             for batch in self._stream():
-                line = self._do(batch)
+                line = self._run_step(batch)
                 self._seconds = already + options.clock() - begun
                 self._report(line, begun, on_step)
                 if self.step % options.score_every == 0 or self.step == recipe.num_steps:
@@ -135,7 +135,7 @@ class Trainer:
         return Outcome(self.step, is_done, self.scores() if is_done else {})
 
     def scores(self) -> dict[str, float]:
-        """On held-out documents and held-out worlds, the same batches whenever it is asked."""
+        """Score fixed batches of held-out documents and held-out worlds."""
         found: dict[str, float] = {}
         dtype = _DTYPES[self.run_options.dtype]
         for name, batches in held_batches(self.recipe, self._data, self._renderer, self.run_options.num_held).items():
@@ -170,7 +170,7 @@ class Trainer:
             torch.cuda.set_rng_state(state["device random"])
 
     def _stream(self) -> Iterator[Batch]:
-        """The batches from this step on, in order, whoever makes them."""
+        """Yield the batches from this step on, in order."""
         numbers = range(self.step, self.recipe.num_steps)
         workers = self.run_options.num_workers
         yield from DataLoader(
@@ -178,15 +178,15 @@ class Trainer:
             batch_size=None,
             sampler=numbers,
             num_workers=workers,
-            collate_fn=_as_is,
+            collate_fn=_unchanged,
             prefetch_factor=4 if workers else None,
             generator=torch.Generator(),
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=_leave_signals_to_the_parent,
+            worker_init_fn=_ignore_interrupts,
         )
 
-    def _do(self, batch: Batch) -> dict[str, Any]:
-        """One step; what the log says of it."""
+    def _run_step(self, batch: Batch) -> dict[str, Any]:
+        """Run one training step; returns values for the log."""
         options, recipe = self.run_options, self.recipe
         rate, weight = learning_rate(recipe, self.step), text_weight(recipe, self.step)
         for group in self._optimiser.param_groups:
@@ -216,7 +216,7 @@ class Trainer:
         answer, text = (float(one) / max(n, 1) for one, n in zip(line["sums"], line["counts"], strict=True))
         speed = self._tokens / max(self._seconds, 1e-9)
         left = (self.recipe.num_steps - self.step) * self.recipe.step_tokens / speed / 60
-        told = {
+        entry = {
             "step": self.step,
             "answer loss": round(answer, 4),
             "text loss": round(text, 4),
@@ -228,8 +228,8 @@ class Trainer:
             "minutes left": round(left, 1),
             "questions": line["kinds"],
         }
-        self._log.write(told)
-        on_step(told)
+        self._log.write(entry)
+        on_step(entry)
 
     def _first_line(self) -> dict[str, Any]:
         return {
@@ -252,7 +252,7 @@ def _optimiser(model: Llama, recipe: Recipe, device: torch.device) -> torch.opti
 
 @contextmanager
 def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first signal lets the step end; the second one is as always."""
+    """Call `stop` on the first SIGINT or SIGTERM; a second signal has its usual effect."""
     before: dict[signal.Signals, Any] = {}
 
     def first(number: int, frame: Any) -> None:
@@ -263,7 +263,7 @@ def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     for one in (signal.SIGINT, signal.SIGTERM):
         try:
             before[one] = signal.signal(one, first)
-        except ValueError:  # not in the main thread, where signals are nobody's
+        except ValueError:  # only the main thread can set handlers
             break
     try:
         yield

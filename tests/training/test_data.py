@@ -124,7 +124,7 @@ def test_data_that_cannot_be_finished_leave_the_old_ones(
         prepare(small_shared, out, replace(SMALL, seed=1), lambda line: None)
     assert verified_digest(out) == verified_digest(small_data) and list(tmp_path.iterdir()) == [out]
     (out / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="give another folder"):
+    with pytest.raises(ValueError, match="name another folder"):
         prepare(small_shared, out, SMALL, lambda line: None)
 
 

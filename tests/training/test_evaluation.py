@@ -96,7 +96,7 @@ def test_a_card_says_where_everything_is_from(run: Path, small_data: Path) -> No
     assert "license: cc-by-sa-4.0" in text and "Not evaluated." in text
     assert "6 steps of 2 rows of 256 tokens" in text and manifest["held out"][0] in text
     assert "fiqa-mini" in text, "what was left out, too"
-    with pytest.raises(ValueError, match="not of the same data"):
+    with pytest.raises(ValueError, match="do not belong together"):
         card("english", manifest | {"digest": "another"}, read_log(run), None)
 
 
@@ -108,7 +108,7 @@ def test_a_finished_model_goes_into_the_package(model: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"lacks README\.md"):
         bundle(model, "english", into=package / "bundled")
     (model / "README.md").write_text("card")
-    with pytest.raises(ValueError, match="no name for a folder"):
+    with pytest.raises(ValueError, match="is not a folder name"):
         bundle(model, "../english", into=package / "bundled")
     with pytest.raises(ValueError, match="bundle it first"):
         make_default("english", source)

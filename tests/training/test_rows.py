@@ -154,5 +154,5 @@ def test_both_masks_let_the_same_tokens_through(library: Library, tokenizer: Tok
 
 
 def test_rows_too_short_for_any_example_are_refused(library: Library, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="give longer rows"):
+    with pytest.raises(ValueError, match="raise row_tokens"):
         replace(batches(library, tokenizer), row_tokens=16).batch(0)

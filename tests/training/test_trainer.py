@@ -111,21 +111,21 @@ def test_the_log_forgets_what_the_checkpoint_does_not_know(small_data: Path, tmp
 
 def test_another_recipe_or_other_data_is_refused(small_data: Path, tmp_path: Path) -> None:
     Trainer(RECIPE, replace(QUICK, stop_step=1), small_data, tmp_path / "run").train()
-    with pytest.raises(ResumeError, match="the recipe is not"):
+    with pytest.raises(ResumeError, match="the recipe differs"):
         Trainer(replace(RECIPE, learning_rate=1e-3), QUICK, small_data, tmp_path / "run")
-    with pytest.raises(ResumeError, match="the recipe is not"):
+    with pytest.raises(ResumeError, match="the recipe differs"):
         export_run(tmp_path / "run", small_data, tmp_path / "model", replace(RECIPE, learning_rate=1e-3))
 
     data = tmp_path / "data"
     shutil.copytree(small_data, data)
     shard = data / "train-worlds-0000.jsonl.gz"
     shutil.copy(data / "eval-worlds-0000.jsonl.gz", shard)
-    with pytest.raises(ValueError, match="do not fit its manifest"):
+    with pytest.raises(ValueError, match="differ from its manifest"):
         Trainer(RECIPE, QUICK, data, tmp_path / "new")
     (data / "manifest.json").write_text(json.dumps({"digest": digest(data)}))
-    with pytest.raises(ResumeError, match="the data is not"):
+    with pytest.raises(ResumeError, match="the data differs"):
         Trainer(RECIPE, QUICK, data, tmp_path / "run")
-    with pytest.raises(ResumeError, match="the data is not"):
+    with pytest.raises(ResumeError, match="the data differs"):
         export_run(tmp_path / "run", data, tmp_path / "model", RECIPE)
 
 

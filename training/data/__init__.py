@@ -1,1 +1,1 @@
-"""From licensed text to rows of tokens."""
+"""Data pipeline: licensed text to rows of tokens."""

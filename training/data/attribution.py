@@ -1,4 +1,4 @@
-"""Whose text the model learned from, under which licences: a file that ships with it."""
+"""Writes the attribution file that ships with the model: sources and licences of its training text."""
 
 from training.data.sources import SOURCES
 
@@ -12,12 +12,12 @@ _LINKS = {
 
 
 def attribution() -> str:
-    """Markdown."""
+    """Return the attribution as Markdown."""
     lines = [
         "# Attribution",
         "",
         "The model and its tokenizer were trained on parts of these works. The text was cut into passages, cleaned and",
-        "turned into questions and answers; in some of them numbers, dates and names were exchanged for others.",
+        "turned into questions and answers; in some of them numbers, dates and names were replaced by others.",
         "",
         "| work | licence |",
         "|---|---|",
@@ -27,6 +27,6 @@ def attribution() -> str:
         lines.append(f"| {source.credit} | {f'[{source.licence}]({link})' if link else source.licence} |")
     lines += [
         "",
-        "Made-up worlds (people, companies, ships and towns that do not exist) were generated for this project.",
+        "Worlds of fictional people, companies, ships and towns were generated for this project.",
     ]
     return "\n".join(lines) + "\n"

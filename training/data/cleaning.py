@@ -1,15 +1,15 @@
-"""Text as it stands in data sets, made plain: one kind of blank, punctuation where English has it, no note marks."""
+"""Cleans text of data sets: one kind of blank, English punctuation, no note marks; cuts it into passages."""
 
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 
 MIN_CHARS, MAX_CHARS = 120, 1000
-"""Of a passage. The longer bound is about what the chunker makes of running text."""
+"""Length of a passage. The upper limit is about the chunker's chunk size."""
 _MIN_PLAIN = 0.93
-"""Share of ASCII below which a passage is no English prose: pronunciations, tables of names."""
+"""Minimum share of ASCII in English prose; pronunciations and tables of names have less."""
 _MIN_LETTERS = 0.72
-"""Share of letters and blanks below which it is code, or a table."""
+"""Minimum share of letters and blanks in prose; code and tables have less."""
 
 _REPAIRS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\[(?:\d+|note \d+|citation needed)\]"), ""),
@@ -23,12 +23,12 @@ _REPAIRS: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 _SENTENCE_END = re.compile(r"(?<=[a-z0-9)\"'][.!?])\s+(?=[A-Z\"'(])")
 _SMALL_SENTENCE_END = re.compile(r"(?<=[a-z0-9)]{2}[.!?])\s+(?=[a-z0-9\"'(])")
-"""In text that has no capitals."""
+"""Sentence end in text without capitals."""
 _ABBREVIATION = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|No|Vol|ca?|e\.g|i\.e|etc|Inc|Ltd|Co|U\.S)\.$")
 
 
 def clean(text: str) -> str:
-    """One line of plain text; the same text gives the same line, and a clean one stays as it is."""
+    """Return the text as one cleaned line. Idempotent."""
     text = unicodedata.normalize("NFC", text)
     text = "".join(char if char.isprintable() or char.isspace() else " " for char in text)
     for pattern, replacement in _REPAIRS:
@@ -37,14 +37,14 @@ def clean(text: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Whether it reads as English sentences and not as code, a table or another language."""
+    """Return whether a text is English prose and not code, a table or another language."""
     plain = sum(char.isascii() for char in text)
     letters = sum(char.isalpha() or char == " " for char in text)
     return len(text) > 0 and plain >= _MIN_PLAIN * len(text) and letters >= _MIN_LETTERS * len(text)
 
 
 def sentences(text: str) -> list[str]:
-    """The text cut after its sentences; together they are the text again, joined by blanks."""
+    """Split a text into sentences, which joined by blanks give the text."""
     found: list[str] = []
     end = _SENTENCE_END if text != text.lower() else _SMALL_SENTENCE_END
     for part in end.split(text):
@@ -56,10 +56,10 @@ def sentences(text: str) -> list[str]:
 
 
 def passages(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Clean prose in pieces of `MIN_CHARS` to `MAX_CHARS`, cut between sentences only.
+    """Yield passages of clean prose of `MIN_CHARS` to `MAX_CHARS`, cut between sentences.
 
-    Short paragraphs of one document are read on into the next. A sentence that is longer than a passage is left out,
-    and so is a rest that is shorter than one.
+    Short paragraphs of one document are joined with the next. Sentences longer than a passage, and a rest shorter than
+    one, are dropped.
     """
     piece = ""
     for paragraph in paragraphs:

@@ -1,4 +1,4 @@
-"""What training draws from: passages with their questions, and made-up worlds. Read once, never changed."""
+"""Immutable library that training draws from: passages with their questions, and generated worlds."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -20,26 +20,26 @@ SOURCE_WEIGHTS: Mapping[str, float] = {
     "peps": 0.1,
     "rust-book": 0.08,
 }
-"""How often a passage is of each source: encyclopaedic text first, since that is what is asked about most."""
+"""Probability of each source of a passage; encyclopaedic text has the largest share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
     number: int
-    """Its place in the library, and its id as a chunk."""
+    """Position in the library, and id as a chunk."""
     source: str
     title: str
     text: str
     near: tuple[int, ...]
-    """Passages that could be mistaken for it, likest first."""
+    """Similar passages, most similar first."""
     asked: tuple[tuple[str, str], ...]
-    """Questions by people, with an answer that stands in the text."""
+    """Questions by people with an answer that occurs in the text."""
     worded: tuple[tuple[str, str, str], ...]
-    """Question, answer and kind, as `wording` made them."""
+    """Question, answer and kind made by `wording`."""
 
 
 class Library:
-    """The passages and worlds of one split. Everything drawn depends on the given random numbers only."""
+    """The passages and worlds of one split. Draws depend only on the given random numbers."""
 
     def __init__(self, passages: Sequence[Passage], worlds: Sequence[World]) -> None:
         self.passages = passages
@@ -53,26 +53,26 @@ class Library:
 
     @classmethod
     def read(cls, folder: Path, split: Split) -> "Library":
-        """Raises FileNotFoundError where `python -m training data` has not been."""
+        """Read a folder of `python -m training data`; raises FileNotFoundError if it is missing."""
         passages = [_passage(number, row) for number, row in enumerate(read_shards(folder, f"{split}-passages"))]
         worlds = [_world(row) for row in read_shards(folder, f"{split}-worlds")]
         return cls(passages, worlds)
 
     def any_passage(self, rng: random.Random) -> Passage:
-        """By the weights of the sources."""
+        """Draw a passage by the weights of the sources."""
         at = rng.random() * self._bounds[-1]
         group = next(place for place, bound in enumerate(self._bounds) if at < bound)
         return self.passages[rng.choice(self._of_source[group])]
 
     def any_asked(self, rng: random.Random) -> Passage:
-        """One that people asked about, if there is any."""
+        """Draw a passage with a question by a person, or any passage if there is none."""
         return self.passages[rng.choice(self._asked)] if self._asked else self.any_passage(rng)
 
     def any_world(self, rng: random.Random) -> World:
         return rng.choice(self.worlds)
 
     def any_span(self, rng: random.Random, kind: SpanKind, num_words: int) -> str | None:
-        """A stretch of some passage that could stand where another of its kind and length stood."""
+        """Draw a span of this kind and length from some passage; None after 8 tries."""
         for _ in range(8):
             text = self.any_passage(rng).text
             found = [s.of(text) for s in find_spans(text) if s.kind == kind and len(s.of(text).split()) == num_words]

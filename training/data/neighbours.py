@@ -1,4 +1,4 @@
-"""Which passages are most like each other, by the rare words they share: distractors that could be mistaken."""
+"""Finds the most similar passages by TF-IDF; they serve as distractors."""
 
 import re
 from collections import Counter
@@ -10,11 +10,11 @@ from scipy import sparse
 _WORD = re.compile(r"\w+")
 _ROWS = 512
 _MAX_SHARE = 0.05
-"""A word in more of the passages than this says nothing, and would make every row dense."""
+"""Words in a larger share of passages are ignored: they carry no information and would make rows dense."""
 
 
 def neighbours(texts: Sequence[str], count: int) -> list[list[int]]:
-    """For each text the `count` others of highest TF-IDF cosine, best first; fewer where fewer share a word."""
+    """Return for each text the `count` others with the highest TF-IDF cosine; fewer if fewer share a word."""
     weights = _tf_idf(texts)
     found: list[list[int]] = []
     for start in range(0, len(texts), _ROWS):

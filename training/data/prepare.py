@@ -1,11 +1,11 @@
-"""`python -m training data`: everything that training and evaluation read, in one folder that can travel.
+"""`python -m training data`: writes all data of training and evaluation to one self-contained folder.
 
     manifest.json, ATTRIBUTION.md, tokenizer/
-    train-passages-*.jsonl.gz, train-worlds-*.jsonl.gz      what training draws from
-    eval-passages-*.jsonl.gz, eval-worlds-*.jsonl.gz        the same of held-out documents, for the loss while training
-    eval/xquad.jsonl, unanswerable.jsonl, microworld.jsonl  for evaluation; `stillroom bench quality` reads them
+    train-passages-*.jsonl.gz, train-worlds-*.jsonl.gz      training data
+    eval-passages-*.jsonl.gz, eval-worlds-*.jsonl.gz        held-out data, for the loss during training
+    eval/xquad.jsonl, unanswerable.jsonl, microworld.jsonl  evaluation sets; `stillroom bench quality` reads them
 
-The same data, seed and sizes give the same bytes.
+The output is reproducible byte by byte from the data, the seed and the sizes.
 """
 
 import json
@@ -34,24 +34,24 @@ from training.folders import replaced
 CONTEXT_TOKENS = 2048
 _NUM_NEAR = 8
 _MIN_USES = 3
-"""A word is of the language if the text has it so often."""
+"""Minimum number of occurrences of a word of the language."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecipe:
     seed: int = 0
     held_share: float = 0.5
-    """Of the xquad documents."""
+    """Share of the xquad documents that is held out."""
     vocab_size: int = 8192
     num_worlds: int = 60_000
     num_eval_worlds: int = 2000
     num_eval_questions: int = 400
-    """Of each kind over made-up worlds."""
+    """Evaluation questions of each kind over generated worlds."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A passage on its way into a library."""
+    """A passage before it is written to a library."""
 
     source: str
     document: str
@@ -61,14 +61,14 @@ class Row:
 
 
 def prepare(shared: Path, out: Path, recipe: DataRecipe, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write the folder, in place of the data that it had; returns its manifest.
+    """Write the folder, replacing earlier data; returns its manifest.
 
     Raises:
         FileNotFoundError: the shared folder has no data or no generator of worlds.
-        ValueError: the folder has files in it that are no such data.
+        ValueError: the folder contains files without a manifest.
     """
     if out.exists() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise ValueError(f"{out} holds other files, or half of the data; remove it, or give another folder with --out")
+        raise ValueError(f"{out} contains files but no {MANIFEST}; remove it, or name another folder with --out")
     with replaced(out) as new:
         return _write(shared, new, recipe, say)
 
@@ -111,7 +111,7 @@ def _texts(world: World) -> list[str]:
 def _read(
     data: Path, recipe: DataRecipe, say: Callable[[str], None]
 ) -> tuple[dict[Split, list[Row]], frozenset[str], dict[str, int]]:
-    """Passages of both splits, the names of held-out documents, and how many did not pass."""
+    """Return the passages of both splits, the names of held-out documents, and counts of dropped passages by reason."""
     whole = {source.name: list(source.read(data)) for source in SOURCES}
     held = held_out((document.document for document in whole[XQUAD]), recipe.held_share, recipe.seed)
     xquad = next(source for source in SOURCES if source.name == XQUAD)

@@ -1,8 +1,8 @@
-"""Examples as tokens in rows of one length, rendered by the product's own prompt builder.
+"""Packs examples as tokens into rows of fixed length, rendered by Stillroom's prompt builder.
 
-R rows, T tokens. Each token has a position, the sample it belongs to and a branch. Branch 0 is the context (system and
-chunks), which every branch of its sample sees; another one (question and answer) sees the context and itself only, at
-the positions it would have if it were the only one. Batch n is a function of the seed and n, so training goes on from
+R rows, T tokens. Each token has a position, a sample and a branch. Branch 0 is the context (system prompt and chunks),
+which every branch of its sample attends to. Another branch (question and answer) attends to the context and itself, at
+the positions it has in a prompt with one question. Batch n is a function of the seed and n, so training resumes from
 any step.
 """
 
@@ -22,9 +22,9 @@ from training.data.tokens import END, STOP
 
 NO_TARGET = -100
 _MAX_MISSES = 3
-"""Examples that fit in no row, until a batch is taken as full."""
+"""Examples that fit in no row after which a batch counts as full."""
 _MAX_TOO_LONG = 1000
-"""Examples in succession that are longer than a whole row, until it is given up."""
+"""Consecutive examples longer than a row after which batching fails."""
 _MIN_FILLER = 32
 
 
@@ -34,13 +34,13 @@ class Sample:
 
     tokens: NDArray[np.int32]
     targets: NDArray[np.int32]
-    """What each token should predict; `NO_TARGET` where nothing."""
+    """Token that each token predicts; `NO_TARGET` for none."""
     is_answer: NDArray[np.bool_]
-    """Whether the target is of an answer, rather than of text."""
+    """Whether the target belongs to an answer instead of text."""
     positions: NDArray[np.int32]
     branches: NDArray[np.int32]
     kinds: tuple[str, ...] = ()
-    """Of its questions."""
+    """Kinds of its questions."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,21 +48,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All of shape (R, T)."""
+    """A batch of arrays of shape (R, T)."""
 
     tokens: NDArray[np.int32]
     targets: NDArray[np.int32]
     is_answer: NDArray[np.bool_]
     positions: NDArray[np.int32]
     samples: NDArray[np.int32]
-    """Number within its row from 1; 0 is padding, which sees itself."""
+    """Number of the sample within its row from 1; 0 is padding, which attends to itself."""
     branches: NDArray[np.int32]
     kinds: dict[str, int]
-    """How many questions of each kind."""
+    """Number of questions by kind."""
 
 
 class Renderer:
-    """Examples to samples, for one tokenizer."""
+    """Renders examples as samples for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,7 +70,7 @@ class Renderer:
         (self._stop,), (self._end,) = tokenizer.encode_template(STOP), tokenizer.encode_template(END)
 
     def render(self, example: Example, max_tokens: int) -> Sample | None:
-        """The context, and as many branches as fit; None where not even one does."""
+        """Return the context with as many branches as fit; None if none fits."""
         context = self._prompts.build(example.chunks, "?", None).segments[:-1]
         ids = [token for segment in context for token in segment.token_ids]
         num_system = len(context[0].token_ids)
@@ -85,7 +85,7 @@ class Renderer:
         return _joined(parts, kinds) if kinds else None
 
     def text(self, text: str, max_tokens: int) -> Sample:
-        """Plain text after an end token, cut to fit."""
+        """Return plain text after an end token, cut to `max_tokens`."""
         ids = [self._end, *self._tokenizer.encode_text(text), self._end][:max_tokens]
         return _joined([_Part(ids, 1, len(ids))], [])
 
@@ -96,7 +96,7 @@ class Renderer:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Predicted are [first, answer_at) as text and [answer_at, end) as an answer."""
+    """Token ids whose targets are [first, answer_at) as text and [answer_at, end) as an answer."""
 
     ids: list[int]
     first: int
@@ -130,7 +130,7 @@ def _joined(parts: list[_Part], kinds: list[str]) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """All batches of a run."""
+    """Makes the batches of a run."""
 
     library: Library
     renderer: Renderer
@@ -138,11 +138,11 @@ class Batches:
     num_rows: int
     row_tokens: int
     num_steps: int
-    """Of the whole run: what is asked becomes harder with it."""
+    """Steps of the whole run; difficulty increases with progress."""
     seed: int
 
     def batch(self, number: int) -> Batch:
-        """Rows filled first-fit with examples, what is left of them with text.
+        """Fill rows first-fit with examples, and the rest of each row with text.
 
         Raises:
             ValueError: rows are too short for any example.
@@ -181,7 +181,7 @@ class Batches:
                 too_long = 0
                 yield sample
             elif (too_long := too_long + 1) == _MAX_TOO_LONG:
-                raise ValueError(f"no example fits into a row of {self.row_tokens} tokens; give longer rows")
+                raise ValueError(f"no example fits into a row of {self.row_tokens} tokens; raise row_tokens")
 
 
 def _batch(rows: list[list[Sample]], row_tokens: int, kinds: dict[str, int]) -> Batch:

@@ -1,4 +1,4 @@
-"""Rows as gzipped JSON lines in files of bounded size, the same bytes for the same rows; and the manifest over them."""
+"""Reads and writes rows as reproducible gzipped JSON lines in files of bounded size; verifies them by the manifest."""
 
 import gzip
 import hashlib
@@ -14,7 +14,7 @@ _READ = ("*.jsonl.gz", "tokenizer/*", "eval/*.jsonl")
 
 
 def write_shards(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> int:
-    """`NAME-0000.jsonl.gz` and so on; returns how many rows there were."""
+    """Write rows to `NAME-0000.jsonl.gz` and so on; returns the number of rows."""
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     number = total = 0
@@ -37,10 +37,10 @@ def _write(path: Path, lines: list[str]) -> None:
 
 
 def read_shards(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The rows in the order they were written.
+    """Yield the rows in the order they were written.
 
     Raises:
-        FileNotFoundError: there are none of that name.
+        FileNotFoundError: there are no files of that name.
     """
     paths = sorted(folder.glob(f"{name}-*.jsonl.gz"))
     if not paths:
@@ -52,7 +52,7 @@ def read_shards(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def digest(folder: Path) -> str:
-    """Of what training and evaluation read in the folder: the same digest, the same batches and questions."""
+    """Return a hash of the files that training and evaluation read; it determines batches and questions."""
     hasher = hashlib.sha256()
     for path in sorted(path for pattern in _READ for path in folder.glob(pattern)):
         hasher.update(path.relative_to(folder).as_posix().encode() + b"\0")
@@ -61,16 +61,16 @@ def digest(folder: Path) -> str:
 
 
 def verified_digest(folder: Path) -> str:
-    """The digest of a folder that is as `python -m training data` wrote it.
+    """Return the digest of a folder after checking it against the manifest.
 
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: the files are not those that the manifest was written for.
+        ValueError: the files differ from those of the manifest.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {MANIFEST}; make the data with: python -m training data")
     found = digest(folder)
     if found != json.loads(path.read_text(encoding="utf-8"))["digest"]:
-        raise ValueError(f"the files in {folder} do not fit its manifest; make them again: python -m training data")
+        raise ValueError(f"the files in {folder} differ from its manifest; make them again: python -m training data")
     return found

@@ -1,6 +1,6 @@
-"""The texts and questions that a model may learn from, each with its licence. Reads the folder of shared data.
+"""Sources of training texts and questions with their licences, read from the folder of shared data.
 
-Only CC BY-SA, CC BY, MIT and public domain. `EXCLUDED` says what lies beside them and is never opened.
+Only CC BY-SA, CC BY, MIT and public domain. `EXCLUDED` lists the data sets of the folder that are never read.
 """
 
 import json
@@ -18,7 +18,7 @@ EXCLUDED = {
     "fiqa-mini": "licence unclear",
     "nfcorpus": "academic use only",
     "cranfield": "licence unclear",
-    "product-docs": "web pages whose questions are answered in sentences of their own, not in the page's words",
+    "product-docs": "web pages with answers that do not quote the page",
     "sift10k": "no text",
     "traces/mooncake_conversation.jsonl": "no text",
     "traces/azure_*.csv": "no text",
@@ -27,17 +27,17 @@ EXCLUDED = {
 
 @dataclass(frozen=True, slots=True)
 class RawQuestion:
-    """Asked by a person; every answer is a stretch of the paragraph."""
+    """A question by a person; every answer is a span of the paragraph."""
 
     text: str
     answers: tuple[str, ...]
     paragraph: int
-    """Which of its document's."""
+    """Index of the paragraph in its document."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawDocument:
-    """Text as the data set has it. A document is what a split never cuts."""
+    """Unprocessed text of a data set; a split never divides a document."""
 
     document: str
     """Unique in its source."""
@@ -52,13 +52,13 @@ class Source:
     licence: str
     """One of `ALLOWED_LICENCES`."""
     credit: str
-    """Whose it is, as the attribution file says it."""
+    """Credit in the attribution file."""
     read: Callable[[Path], Iterator[RawDocument]]
-    """Given the folder of all data."""
+    """Reads the source from the folder of all data."""
     is_whole: bool = False
-    """Whether its paragraphs are passages already, which questions point at."""
+    """Whether its paragraphs are passages, which questions refer to."""
     max_passages: int | None = None
-    """Of a source that would outweigh the others: that many, drawn at random."""
+    """Number of passages drawn at random from a large source; None: all."""
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -69,7 +69,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_beir(folder: Path) -> Iterator[RawDocument]:
-    """Passages with the questions that are judged to be answered by them; passages of one title are one document."""
+    """Yield passages with the questions judged relevant to them; passages of one title are one document."""
     asked: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     queries = {row["_id"]: (row["text"], tuple(row.get("answers", ()))) for row in _lines(folder / "queries.jsonl")}
     for line in (folder / "qrels.tsv").read_text(encoding="utf-8").splitlines()[1:]:
@@ -89,7 +89,7 @@ def read_beir(folder: Path) -> Iterator[RawDocument]:
 
 
 def read_musique(folder: Path) -> Iterator[RawDocument]:
-    """Retrieved passages. The questions are left out: their answers are spread over several passages."""
+    """Yield retrieved passages without the questions, whose answers are spread over several passages."""
     seen: set[str] = set()
     for number, row in enumerate(json.loads((folder / "musique_s.json").read_text(encoding="utf-8"))):
         texts = [text for one in row["ctxs"] if (text := one["text"]) not in seen]
@@ -99,7 +99,7 @@ def read_musique(folder: Path) -> Iterator[RawDocument]:
 
 
 def read_traces(folder: Path) -> Iterator[RawDocument]:
-    """Wikipedia passages, `title` and text on lines of their own, that were retrieved in three published runs."""
+    """Yield Wikipedia passages that were retrieved in three published runs; the first line is the title."""
     rows: dict[str, dict[str, None]] = {}
     for path in sorted(folder.glob("rag_*.json")):
         for group in json.loads(path.read_text(encoding="utf-8"))["retrieved_docs"]:
@@ -114,7 +114,7 @@ _COPYRIGHT = re.compile(r"\n\s*Copyright\s*\n[^\n]*\n(?P<notice>.{0,400})", re.D
 
 
 def read_peps(folder: Path) -> Iterator[RawDocument]:
-    """Those proposals that say of themselves that they are in the public domain."""
+    """Yield the proposals whose copyright notice names the public domain."""
     for path in sorted(folder.rglob("*.rst")):
         notices = [match["notice"] for match in _COPYRIGHT.finditer(path.read_text(encoding="utf-8"))]
         if notices and re.search(r"public\s+domain", notices[-1]):
@@ -127,7 +127,7 @@ def read_markdown(folder: Path) -> Iterator[RawDocument]:
 
 
 def _read_with_loader(path: Path) -> Iterator[RawDocument]:
-    """As Stillroom itself reads the file."""
+    """Read a file with Stillroom's loader."""
     for document in load(path.absolute()):
         yield RawDocument(path.stem, document.title, tuple(paragraph.text for paragraph in document.paragraphs))
 
@@ -137,7 +137,7 @@ def _in(folder: str, read: Callable[[Path], Iterator[RawDocument]]) -> Callable[
 
 
 XQUAD = "xquad"
-"""The source whose documents are split: some are for evaluation only."""
+"""The source whose documents are split into training and evaluation."""
 
 SOURCES = (
     Source(

@@ -1,4 +1,4 @@
-"""Stretches of a sentence that can be an answer: numbers, years, dates, names, short noun phrases."""
+"""Finds spans of a sentence that can be answers: numbers, years, dates, names, short noun phrases."""
 
 import re
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Span:
 
 @lru_cache(maxsize=4096)
 def find_spans(text: str) -> tuple[Span, ...]:
-    """In order, none within another; dates before years, years before numbers, numbers before names."""
+    """Find disjoint spans in order of position; kinds take precedence in the order of `_PATTERNS`."""
     taken: list[Span] = []
     for kind, pattern in _PATTERNS:
         for match in pattern.finditer(text):
@@ -57,7 +57,7 @@ def find_spans(text: str) -> tuple[Span, ...]:
 
 
 def _after_openers(text: str, start: int, end: int) -> int:
-    """A sentence's first word is large too, and is no name."""
+    """Skip capitalised words at the start that are not part of a name."""
     while start < end:
         word = re.match(r"[\w'-]+", text[start:end])
         if word is None or word.group() not in _NO_NAME:
@@ -67,17 +67,17 @@ def _after_openers(text: str, start: int, end: int) -> int:
 
 
 def occurs(answer: str, text: str) -> bool:
-    """Whether it stands in the text as words of its own, in whatever case."""
+    """Return whether the answer occurs in the text as whole words, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def replace_all(text: str, old: str, new: str) -> str:
-    """Every place where `old` stands as words of its own."""
+    """Replace every occurrence of `old` as whole words."""
     return re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", lambda _: new, text)
 
 
 def kind_of(answer: str) -> SpanKind | None:
-    """What an answer is as a whole; None: no kind of span."""
+    """Return the kind of span that the whole answer is; None if it is not a span."""
     spans = find_spans(answer)
     whole: Sequence[Span] = [span for span in spans if (span.start, span.end) == (0, len(answer))]
     return whole[0].kind if whole else None

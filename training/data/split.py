@@ -1,6 +1,6 @@
-"""Which documents are for evaluation only, and which other text says the same and has to go.
+"""Splits documents into training and evaluation, and drops training text that overlaps with held-out documents.
 
-A document is held out whole. Nothing that shares runs of words with it is seen in training, whatever its source.
+A document is held out completely. Passages of any source that share runs of words with it are dropped.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ Split = Literal["train", "eval"]
 
 SHINGLE_WORDS = 8
 MAX_SHARED = 2
-"""Shingles that a passage may share with held-out text: set phrases do, copies share dozens."""
+"""Shingles that a passage may share with held-out text: common phrases share few, copies share dozens."""
 _SEEN_SHARE = 0.5
-"""A passage with so many of its shingles in earlier ones is a copy of them."""
+"""Share of shingles in earlier passages from which on a passage is a copy."""
 _WORD = re.compile(r"\w+")
 
 
 def held_out(documents: Iterable[str], share: float, seed: int) -> frozenset[str]:
-    """The share of the documents that is for evaluation, by a hash of seed and name: it depends on no other name."""
+    """Return the held-out share of the documents by a hash of seed and name, independent of the other names."""
     limit = share * 2**64
 
     def place(name: str) -> int:
@@ -30,7 +30,7 @@ def held_out(documents: Iterable[str], share: float, seed: int) -> frozenset[str
 
 
 def shingles(text: str) -> frozenset[int]:
-    """Every run of `SHINGLE_WORDS` words, as a hash that is the same in every process; of a shorter text, itself."""
+    """Return process-independent hashes of every run of `SHINGLE_WORDS` words; of a shorter text, its own hash."""
     words = _WORD.findall(text.lower())
     starts = range(max(1, len(words) - SHINGLE_WORDS + 1))
     return frozenset(_hash(words[start : start + SHINGLE_WORDS]) for start in starts)
@@ -41,24 +41,24 @@ def _hash(words: Sequence[str]) -> int:
 
 
 def same_name(title: str) -> str:
-    """Titles that differ in punctuation or case only name the same document."""
+    """Normalise a title, so that titles that differ in punctuation or case are equal."""
     return " ".join(_WORD.findall(title.replace("_", " ").lower()))
 
 
 @dataclass(slots=True)
 class Filter:
-    """Lets each passage pass once, and none that is in held-out documents."""
+    """Admits each passage once, and none that overlaps with held-out documents."""
 
     titles: frozenset[str]
-    """Of held-out documents, as `same_name` gives them."""
+    """Titles of held-out documents, normalised by `same_name`."""
     held: frozenset[int]
     """Shingles of all held-out text."""
     dropped: dict[str, int] = field(default_factory=lambda: {"title": 0, "shingles": 0, "copy": 0})
-    """How many passages did not pass, by reason."""
+    """Number of dropped passages by reason."""
     _seen: set[int] = field(default_factory=set)
 
     def admits(self, title: str, text: str) -> bool:
-        """Remembers the text if it does."""
+        """Return whether a passage is admitted, and record it if so."""
         reason = self._objection(title, text)
         if reason:
             self.dropped[reason] += 1

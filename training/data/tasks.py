@@ -1,7 +1,8 @@
-"""One example: one to six chunks in an order of chance, and several questions about them, each asked on its own.
+"""Composes examples: one to six chunks in random order, and several independent questions about them.
 
-A question is by a person, made from a sentence, a sentence with a blank, or one whose answer is in none of the chunks.
-Numbers, dates and names are sometimes exchanged for others in chunks and answer alike, so that only reading helps.
+A question is by a person, made from a sentence, a sentence with a blank, or a question without an answer in the chunks.
+Numbers, dates and names are sometimes replaced by others in chunks and answer alike, so that answers cannot be
+memorised.
 """
 
 import random
@@ -17,31 +18,31 @@ from training.data.wording import cloze
 from training.data.worlds import MAX_CHUNKS, SILENT
 
 _MAX_WORDS = 40
-"""Of a sentence with a blank."""
+"""Maximum words of a sentence with a blank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """Shares of the kinds; each is a probability."""
+    """Probabilities of the kinds of examples and questions."""
 
     worlds: float = 0.2
-    """Examples from made-up worlds; all others are over real text."""
+    """Examples from generated worlds; all others are over real text."""
     asked: float = 0.5
-    """Of those over real text: around a passage that a person asked about."""
+    """Examples over real text with a passage that has a question by a person."""
     near: float = 0.5
-    """Other chunks that are like the first; the rest are any."""
+    """Further chunks that are similar to the first; the rest are random."""
     titled: float = 0.8
-    """Examples whose chunks carry their titles."""
+    """Examples whose chunks have their titles."""
     swapped: float = 0.35
-    """Examples in which an answer is exchanged for another of its kind."""
+    """Examples in which an answer is replaced by another of its kind."""
     unanswerable: float = 0.15
     """Questions without an answer."""
     clozes: float = 0.3
-    """Of the questions that no person asked."""
+    """Sentences with a blank among the generated questions."""
     max_chunks: int = MAX_CHUNKS
     max_questions: int = 8
     ramp: float = 0.15
-    """Share of the run in which the largest number of chunks grows from 1 to `max_chunks`."""
+    """Share of the run, at its beginning, in which the maximum number of chunks grows from 1 to `max_chunks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,14 @@ class Example:
 
 
 def compose(library: Library, mixture: Mixture, rng: random.Random, progress: float) -> Example:
-    """The same library, mixture, random numbers and progress (0 to 1, of the run) give the same example."""
+    """Compose an example.
+
+    Args:
+        progress: progress of the run, 0 to 1.
+
+    Returns:
+        An example that is determined by the arguments.
+    """
     grown = min(1.0, progress / mixture.ramp) if mixture.ramp else 1.0
     limit = 1 + round((mixture.max_chunks - 1) * grown)
     if library.worlds and rng.random() < mixture.worlds:
@@ -104,7 +112,7 @@ def _with_others(library: Library, first: Passage, count: int, near: float, rng:
 
 
 def _questions(library: Library, passages: Sequence[Passage], mixture: Mixture, rng: random.Random) -> list[Branch]:
-    """Every chunk is asked about in turn until there are enough."""
+    """Take questions from the chunks in turn until there are enough."""
     pools = [_pool(passage, mixture, rng) for passage in passages]
     found: list[Branch] = []
     while len(found) < mixture.max_questions and any(pools):
@@ -120,7 +128,7 @@ def _questions(library: Library, passages: Sequence[Passage], mixture: Mixture, 
 
 
 def _pool(passage: Passage, mixture: Mixture, rng: random.Random) -> list[Branch]:
-    """Of one passage, best last: by people, then made from sentences, with blanks among them."""
+    """Return the questions of one passage, generated ones first and those by people last, to be popped."""
     made = [Branch(question, answer, kind) for question, answer, kind in passage.worded]
     rng.shuffle(made)
     cut = [one for one in sentences(passage.text) if len(one.split()) <= _MAX_WORDS]
@@ -140,7 +148,7 @@ def _pool(passage: Passage, mixture: Mixture, rng: random.Random) -> list[Branch
 
 
 def vary(question: str, rng: random.Random) -> str:
-    """As people type it: with or without a capital and a question mark."""
+    """Randomly drop the capital and the question mark of a question."""
     bare = question.rstrip("? ")
     style = rng.random()
     if style < 0.2:
@@ -151,7 +159,7 @@ def vary(question: str, rng: random.Random) -> str:
 def _silent(
     library: Library, passages: Sequence[Passage], texts: Sequence[str], mixture: Mixture, rng: random.Random
 ) -> Branch | None:
-    """A question about a passage that is like one of these and is not among them."""
+    """Return a question about an absent passage that is similar to one of these; None if it has an answer here."""
     present = {one.number for one in passages}
     candidates = [number for one in passages for number in one.near if number not in present]
     absent = library.passages[rng.choice(candidates)] if candidates else library.any_passage(rng)
@@ -163,7 +171,7 @@ def _silent(
 
 
 def _swapped(example: Example, library: Library, rng: random.Random) -> Example:
-    """With one answer exchanged for another of its kind wherever it stands."""
+    """Replace one answer by another of its kind in all chunks, questions and answers."""
     able = [one for one in example.branches if one.answer != SILENT and one.kind != "cloze" and kind_of(one.answer)]
     if not able:
         return example

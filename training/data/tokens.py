@@ -1,6 +1,6 @@
-"""The model's tokenizer: byte-level BPE of its own text, with the tokens of its chat template; transformers reads it.
+"""Trains the model's tokenizer: byte-level BPE with the tokens of its chat template, in the format of transformers.
 
-Any text can be spelled. Digits stand alone, so that a number is copied digit by digit and none is rare.
+Any text can be encoded. Each digit is a token, so that numbers are copied digit by digit.
 """
 
 import json
@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 END, START, STOP, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, END, START, STOP)
-"""In the order of their ids, from 0."""
+"""Special tokens in the order of their ids from 0."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -23,7 +23,7 @@ _SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """The same texts in the same order give the same tokenizer."""
+    """Train a tokenizer, deterministically for the same texts in the same order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -43,7 +43,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """The files that a checkpoint's folder has beside its weights."""
+    """Write the tokenizer files of a checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

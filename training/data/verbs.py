@@ -1,4 +1,4 @@
-"""Past forms back to what follows `did`: founded -> found, became -> become. Only forms that are surely past."""
+"""Maps past forms to infinitives: founded -> found, became -> become. Ambiguous forms are excluded."""
 
 from collections.abc import Collection
 
@@ -85,10 +85,10 @@ PAST = rf"(?!(?:{'|'.join(sorted(_NO_VERB))})\b)(?:[a-z]{{2,12}}ed|{'|'.join(sor
 
 
 def base_form(word: str, known: Collection[str]) -> str | None:
-    """The infinitive of a past form; None where it is none, or not surely one.
+    """Return the infinitive of a past form; None if the word is not, or may not be, a past form.
 
     Args:
-        known: words of the language, in lower case: only one of them is an infinitive.
+        known: lower-case words of the language; an infinitive must be among them.
     """
     if word in _IRREGULAR:
         return _IRREGULAR[word]

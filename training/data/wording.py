@@ -1,8 +1,7 @@
-"""Questions made from a sentence, each with a stretch of it as the answer. Rules only; a sentence that fits none gives
-none.
+"""Makes questions from a sentence by rules, each with a span of the sentence as the answer.
 
 `Ada Lovelace published the notes in 1843.` -> who published the notes in 1843; when did Ada Lovelace publish the notes;
-what did Ada Lovelace publish in 1843; and with any span left out: `Ada Lovelace published the notes in ___.`
+what did Ada Lovelace publish in 1843; and with any span replaced by a blank: `Ada Lovelace published the notes in ___.`
 """
 
 import random
@@ -62,11 +61,11 @@ class Worded:
     question: str
     answer: str
     kind: str
-    """`cloze`, or the word that the question asks with."""
+    """`cloze`, or the question word."""
 
 
 def cloze(sentence: str, rng: random.Random) -> Worded | None:
-    """One of its spans left out, any kind alike; None where it has no span that stands in it once."""
+    """Replace a random span by a blank, with equal probability of each kind; None if the span is not unique."""
     spans = [span for span in find_spans(sentence) if len(span.of(sentence)) > 1]
     if not spans:
         return None
@@ -77,10 +76,10 @@ def cloze(sentence: str, rng: random.Random) -> Worded | None:
 
 
 def worded(sentence: str, title: str, known: Collection[str]) -> list[Worded]:
-    """Every question that a rule makes of it.
+    """Return every question that a rule makes from a sentence.
 
     Args:
-        title: of the sentence's document: who `he` and `she` are, if it reads like a person's name.
+        title: title of the sentence's document, which `he` and `she` refer to if it looks like a person's name.
         known: words of the language, for infinitives.
     """
     found = [*_from_auxiliary(sentence, title), *_from_past(sentence, title, known)]
@@ -88,7 +87,7 @@ def worded(sentence: str, title: str, known: Collection[str]) -> list[Worded]:
 
 
 def _is_sound(one: Worded, sentence: str) -> bool:
-    """The answer is in the sentence and not in the question, and nothing was cut through."""
+    """Return whether the answer is in the sentence and not in the question, and brackets and quotes are complete."""
     text = one.question
     is_whole = text.count("(") == text.count(")") and text.count('"') % 2 == 0 and not re.search(r"[(\"] ?\?$", text)
     return 4 <= len(text.split()) <= 26 and is_whole and occurs(one.answer, sentence) and not occurs(one.answer, text)
@@ -115,7 +114,7 @@ def _from_auxiliary(sentence: str, title: str) -> Iterator[Worded]:
 
 
 def _done(rest: str, verb: str, subject: str) -> Iterator[Worded]:
-    """Of `is a film released in 1990` and `is a school located in Ely`."""
+    """Yield questions from phrases such as `is a film released in 1990` and `is a school located in Ely`."""
     if when := _DONE_WHEN.search(rest):
         yield Worded(f"When was {_inside(subject)} {when['done']}?", when["answer"], "when")
     if where := _DONE_WHERE.search(rest):
@@ -143,7 +142,7 @@ def _from_past(sentence: str, title: str, known: Collection[str]) -> Iterator[Wo
 
 
 def _asked_about(rest: str, asked: str, verb: str) -> Iterator[Worded]:
-    """Time and place, each taken out of the rest of the sentence."""
+    """Yield questions about time and place, with the answer removed from the rest of the sentence."""
     for word, pattern in (("When", _WHEN), ("Where", _WHERE)):
         match = pattern.search(" " + rest)
         if match is None or match.start() > 90 or (word == "Where" and _NO_PLACE.match(match["answer"])):
@@ -182,7 +181,7 @@ def _is_person(name: str) -> bool:
 
 
 def _inside(subject: str) -> str:
-    """As it stands within a sentence."""
+    """Return a subject with a lower-case article."""
     for article in ("The ", "A ", "An "):
         if subject.startswith(article):
             return article.lower() + subject[len(article) :]
@@ -190,6 +189,6 @@ def _inside(subject: str) -> str:
 
 
 def _first_clause(text: str) -> str:
-    """Up to the first comma, unless almost nothing would be left."""
+    """Return the text up to the first clause boundary, unless fewer than two words would be left."""
     head = re.split(r",(?! \d{4})| (?:but|although|while|whereas) ", text)[0].strip()
     return head if len(head.split()) >= 2 or head == text else text.rstrip(".")

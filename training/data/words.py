@@ -1,4 +1,4 @@
-"""Word lists written as text."""
+"""Reads word lists that are written as text."""
 
 
 def word_set(text: str) -> frozenset[str]:

@@ -1,8 +1,8 @@
-"""Made-up worlds in plain English: facts over several chunks, facts about whoever the chunk before was about, two hops.
+"""Generates fictional worlds in plain English: single facts, facts about the subject of the previous chunk, two hops.
 
-The generator is the one that the microworld model was trained with; only the spelling differs (no blanks before full
-stops). Whoever and whatever evaluation worlds name is never named in training worlds: the generator keeps persons and
-companies apart, by the pair of their words; names of one word are kept apart here.
+The generator is that of the microworld model's training; only the spelling differs (no blanks before full stops). Names
+of evaluation worlds do not occur in training worlds: the generator separates persons and companies by the pair of their
+words; names of one word are separated here.
 """
 
 import importlib.util
@@ -16,18 +16,18 @@ from typing import Any
 from training.data.split import Split, held_out
 
 SILENT = "The documents do not say."
-"""The answer to a question that the documents do not answer."""
+"""The answer to a question without an answer in the documents."""
 
 MAX_CHUNKS = 6
 _GENERATOR = Path("tools/microworld/world.py")
 _POOLS = ("TOWN", "SHIP", "RIVER")
-"""The generator's lists of names that are one word."""
+"""The generator's lists of one-word names."""
 _HELD_SHARE = 0.25
-"""Of these names, for evaluation worlds only; the largest world needs some twenty towns."""
+"""Share of these names for evaluation worlds only; the largest world needs about twenty towns."""
 _P_REMOVED = 0.5
-"""Of a world that has a chunk taken away, so that questions about it have no answer."""
+"""Probability that a chunk is removed from a world, so that questions about it have no answer."""
 _P_DRILL = 0.15
-"""Of a world with one fact for each of its entities, where only the name tells them apart."""
+"""Probability of a world with one fact per entity, where only the name distinguishes entities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,39 +37,39 @@ class WorldQuestion:
     kind: str
     """`single`, `split`, `twohop`, `chain` or `unanswerable`."""
     rivals: int
-    """How many other entities have the asked relation."""
+    """Number of other entities with the same relation."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     chunks: tuple[str, ...]
-    """In an order that may not change: a continuation speaks of whoever the chunk before it was about."""
+    """Chunks in fixed order, because a continuation refers to the subject of the previous chunk."""
     questions: tuple[WorldQuestion, ...]
 
 
 def plain(text: str) -> str:
-    """Without the generator's markers and the blanks between its tokens."""
+    """Remove the generator's markers and the blanks between its tokens."""
     return re.sub(r" +([.,?!])", r"\1", text.removeprefix("<chunk> ").removesuffix(" </chunk>")).strip()
 
 
 def _load_generator(shared: Path, split: Split) -> Any:
-    """The module that makes worlds, with the names of one word that the split may use."""
+    """Load the generator module with the one-word names of the split."""
     path = shared / _GENERATOR
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; give the folder that has it with --shared")
+        raise FileNotFoundError(f"{path} is missing; name the folder that contains {_GENERATOR} with --shared")
     spec = importlib.util.spec_from_file_location("microworld_generator", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for pool in _POOLS:
         names = getattr(module, pool)
-        held = held_out(names, _HELD_SHARE, seed=0)  # whatever the seed of the worlds
+        held = held_out(names, _HELD_SHARE, seed=0)  # independent of the worlds' seed
         setattr(module, pool, [name for name in names if (name in held) == (split == "eval")])
     return module
 
 
 def make_worlds(shared: Path, split: Split, seed: int) -> Iterator[World]:
-    """Without end; the same seed makes the same worlds.
+    """Yield worlds without end, deterministically from the seed.
 
     Raises:
         FileNotFoundError: the shared folder has no generator.
@@ -83,14 +83,14 @@ def _worlds(generator: Any, split: Split, rng: random.Random) -> Iterator[World]
         num_chunks = rng.randint(2, MAX_CHUNKS)
         settings = {"facts": (1, 3), "p_split": rng.choice([0.4, 1.0]), "bind": is_drill}
         chunks, rows = generator.make_context(rng, num_chunks + 1, split=split, **settings)
-        if all(text.count(".") > 0 for text in chunks):  # the barest drills are no sentences
+        if all(text.count(".") > 0 for text in chunks):  # the shortest drills are not sentences
             world = _cut(chunks, rows, rng)
             if world.questions:
                 yield world
 
 
 def _cut(chunks: list[str], rows: list[dict[str, Any]], rng: random.Random) -> World:
-    """One chunk fewer: a removed one, whose questions have no answer then, or the last, whose questions go."""
+    """Drop one chunk: a random one, whose questions become unanswerable, or the last, whose questions are dropped."""
     gone = len(chunks) - 1
     bases = {min(row["need"]) for row in rows if row["kind"] == "split"}
     free = [place for place in range(len(chunks)) if place not in bases]

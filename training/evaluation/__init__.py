@@ -1,1 +1,1 @@
-"""What a trained model is asked, and how good its answers are."""
+"""Evaluation of a trained model: question sets, answers, scores, report."""

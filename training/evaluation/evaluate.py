@@ -1,4 +1,4 @@
-"""`python -m training evaluate`: every set of questions, and a part of each with KV reuse."""
+"""`python -m training evaluate`: runs every question set, and a part of each with KV reuse."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,29 +14,29 @@ from training.evaluation.sets import SETS
 def evaluate(
     model: str, data: Path, *, limit: int | None, num_reused: int, device: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The report.
+    """Evaluate a model and return the report.
 
     Args:
-        model: a checkpoint's folder, or `bundled:NAME`.
-        data: the folder that `python -m training data` wrote.
-        limit: questions of each set; None: all.
-        num_reused: questions of each set that are also asked with reuse, on a CPU; 0: none.
+        model: checkpoint folder, or `bundled:NAME`.
+        data: folder that `python -m training data` wrote.
+        limit: questions per set; None: all.
+        num_reused: questions per set that also run with reuse, on a CPU; 0: none.
 
     Raises:
         FileNotFoundError: there is no data.
-        ValueError: the data are not whole.
-        ModelError: Stillroom cannot use the checkpoint.
+        ValueError: the data are incomplete.
+        ModelError: Stillroom cannot load the checkpoint.
     """
     digest = verified_digest(data)
     found = []
     reuse = {}
     for name in SETS:
         path = data / "eval" / f"{name}.jsonl"
-        say(f"{name}: asking")
+        say(f"{name}: answering")
         found += figures(name, ask(model, load_set(path, limit), device=device))
         for one in found:
             say(f"  {one.name}: {one.interval.value:.3f}")
         if num_reused:
-            say(f"{name}: asking {num_reused} again, with reuse")
+            say(f"{name}: answering {num_reused} with reuse")
             reuse[name] = ask_with_reuse(model, path, num_reused)
     return {"data": digest, **as_json(model, found, reuse)}

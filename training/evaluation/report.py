@@ -1,4 +1,4 @@
-"""The evaluation as JSON, and as the tables of the model card."""
+"""Writes the evaluation as JSON and as the tables of the model card."""
 
 import json
 import math
@@ -18,8 +18,10 @@ REPORT = "evaluation.json"
 def as_json(
     model: str, found: Sequence[Figure], reuse: Mapping[str, Mapping[str, Sequence[QuestionOutcome]]]
 ) -> dict[str, Any]:
-    """Args:
-    reuse: outcomes by set and way of reuse.
+    """Return the report as JSON.
+
+    Args:
+        reuse: set -> way of reuse -> outcomes.
     """
     return {
         "model": Path(model).name,
@@ -54,7 +56,7 @@ def write_report(out: Path, report: Mapping[str, Any]) -> None:
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """Tables only."""
+    """Return the tables of a report."""
     lines = ["| questions | share | 95 % interval | number | target |", "|---|---|---|---|---|"]
     for row in report["figures"]:
         target = "" if row["target"] is None else f"{row['target']:.2f}, {'reached' if row['is reached'] else 'missed'}"

@@ -1,6 +1,6 @@
-"""From answers to figures with intervals, and whether each reaches its target.
+"""Scores answers: means with intervals, compared with targets.
 
-Questions about one document stand or fall together, so an interval resamples documents, not questions (a cluster
+Questions about one document are correlated, so an interval resamples documents instead of questions (a cluster
 bootstrap, percentiles of 2,000).
 """
 
@@ -35,12 +35,12 @@ class Figure:
 
     @property
     def is_reached(self) -> bool | None:
-        """Whether the mean is at least the target; None where there is none."""
+        """Whether the mean is at least the target; None without a target."""
         return None if self.target is None else self.interval.value >= self.target
 
 
 def mean_by_group(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Interval:
-    """The mean of all values, with a 95 % interval over groups drawn with replacement."""
+    """Return the mean of all values with a 95 % interval over groups drawn with replacement."""
     names, places = np.unique(np.asarray(groups), return_inverse=True)
     sums = np.bincount(places, weights=np.asarray(values, dtype=float), minlength=len(names))
     sizes = np.bincount(places, minlength=len(names))
@@ -51,7 +51,7 @@ def mean_by_group(values: Sequence[float], groups: Sequence[str], seed: int = 0)
 
 
 def figures(name: str, asked: Sequence[Asked]) -> list[Figure]:
-    """What is reported of one set."""
+    """Return the reported figures of one set."""
     if name == "xquad":
         return [
             _figure("xquad exact match", asked, lambda one: one.is_right),

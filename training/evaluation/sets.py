@@ -1,8 +1,8 @@
-"""The questions of the evaluation, fixed before any model is: files that `stillroom bench quality` reads too.
+"""Writes the question sets of the evaluation, in the format of `stillroom bench quality`.
 
 - xquad: held-out questions with their paragraph and the four held-out ones that BM25 ranks next.
-- unanswerable: the same questions with five such paragraphs, none of which has the answer.
-- microworld: made-up worlds in plain English whose persons, companies, towns, ships and rivers training never named.
+- unanswerable: the same questions with five such paragraphs, none of which contains the answer.
+- microworld: generated worlds whose persons, companies, towns, ships and rivers do not occur in training.
 """
 
 import json
@@ -25,12 +25,12 @@ _KINDS = ("single", "split", "twohop", "chain")
 
 
 def write_sets(shared: Path, out: Path, held: frozenset[str], num_worlds: int, seed: int) -> dict[str, int]:
-    """One file for each set; returns how many questions each has.
+    """Write one file per set; returns the number of questions of each.
 
     Args:
-        shared: the folder with the data and the generator of worlds.
-        held: titles of the documents that are for evaluation.
-        num_worlds: questions of each kind over made-up worlds.
+        shared: folder with the data and the generator of worlds.
+        held: titles of the held-out documents.
+        num_worlds: questions of each kind over generated worlds.
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,7 +54,7 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
 
 
 def _copy_held(dataset: Path, out: Path, held: frozenset[str]) -> None:
-    """The data set with the held-out documents only; their questions' judgements decide which questions are left."""
+    """Copy the data set with its held-out documents only, and their judgements."""
     out.mkdir(parents=True)
     lines = (dataset / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if json.loads(line)["title"] in held]
@@ -67,7 +67,7 @@ def _copy_held(dataset: Path, out: Path, held: frozenset[str]) -> None:
 
 
 def _documents(dataset: Path) -> dict[str, str]:
-    """The document of every question, by its text."""
+    """Return the document of every question by the question's text."""
     titles, found = {}, {}
     for line in (dataset / "corpus.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -93,7 +93,7 @@ def _row(one: ChunkQuestion, answers: Iterable[str], kind: str, document_of: dic
 
 
 def _as_shown(text: str) -> str:
-    """Title and text of a passage as the model's prompt shows them: a heading, a blank line, the text."""
+    """Return a passage as the model's prompt shows it: a heading, a blank line, the text."""
     title, _, body = text.partition("\n")
     return f"{clean(title.replace('_', ' '))}\n\n{clean(body)}"
 
@@ -107,7 +107,7 @@ def _without_answer(questions: Iterable[ChunkQuestion], document_of: dict[str, s
 
 
 def _of_worlds(shared: Path, number: int, seed: int) -> Iterator[dict[str, Any]]:
-    """One question of a world, with at least one rival; every kind as often."""
+    """Yield one question per world with at least one rival entity, equally often of every kind."""
     rng = random.Random(f"{seed}:questions")
     wanted = dict.fromkeys(_KINDS, number)
     for world in make_worlds(shared, "eval", seed + 1):
