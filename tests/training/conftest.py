@@ -1,4 +1,4 @@
-"""A small shared folder in the layout of the real one, and the data made from it."""
+"""Fixtures of training tests: a small shared folder in the real layout, and the data made from it."""
 
 import json
 import random
@@ -41,7 +41,7 @@ TOWN = ["T" + a + b for a in "aeiou" for b in "bdgkmnrt"]
 SHIP, RIVER = ["Avant", "Erix"], ["Eyne", "Ouss"]
 
 def make_context(rng, n_chunks, split="train", p_split=0.5, p_name=0.35, facts=(2, 4), bind=False):
-    """Town k: a trade and a river in chunk 2k; its mayor in chunk 2k + 1, which does not name it."""
+    """Make town k: a trade and a river in chunk 2k; its mayor in chunk 2k + 1, which does not name the town."""
     chunks, rows = [], []
     names = rng.sample(TOWN, len(TOWN))
     values = [w + str(rng.randint(10, 99)) for w in ["wool", "salt", "grain", "tea", "silk", "rope", "ink", "glass"]]
@@ -103,7 +103,7 @@ def write_beir(folder: Path, rng: random.Random, num_titles: int) -> None:
 
 @pytest.fixture(scope="session")
 def small_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the layout that the sources are read from."""
+    """Write a small shared folder in the layout that the sources are read from."""
     shared, rng = tmp_path_factory.mktemp("shared"), random.Random(5)
     data = shared / "data"
     write_beir(data / "xquad", rng, 12)
@@ -133,7 +133,7 @@ SMALL = DataRecipe(num_worlds=60, num_eval_worlds=20, num_eval_questions=3, voca
 
 @pytest.fixture(scope="session")
 def small_data(small_shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `python -m training data` makes of it."""
+    """Run `python -m training data` on the small shared folder."""
     out = tmp_path_factory.mktemp("data")
     prepare(small_shared, out, SMALL, lambda line: None)
     return out

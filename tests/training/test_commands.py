@@ -1,4 +1,4 @@
-"""`python -m training`: the commands that need no training, and what they say when something is wrong."""
+"""Tests the commands of `python -m training` that need no training, and their errors."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(end.value.code or 0), output.out, output.err
 
 
-def test_a_run_is_reckoned_before_it_is_begun(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reckon_prints_the_size_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ran(capsys, "reckon", "--recipe", "12m", "--tflops", "50")
     assert code == 0
     assert json.loads(out)["parameters"] == RECIPES["12m"].shape.num_parameters
@@ -33,7 +33,7 @@ def test_a_run_is_reckoned_before_it_is_begun(capsys: pytest.CaptureFixture[str]
         (["evaluate", "--model", "bundled:nothing", "--data", "nowhere"], "python -m training data"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_error_is_printed_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

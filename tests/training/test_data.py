@@ -1,4 +1,4 @@
-"""From licensed text to shards: what is read, what is kept apart, what repeats."""
+"""Tests the data pipeline from licensed text to shards: cleaning, split, questions, reproducibility."""
 
 import json
 import random
@@ -34,19 +34,19 @@ from training.data.worlds import SILENT, make_worlds
         ("Dickens ' s re - opened house", "Dickens's re-opened house"),
     ],
 )
-def test_text_is_made_plain_once(raw: str, expected: str) -> None:
+def test_cleaning_is_idempotent(raw: str, expected: str) -> None:
     assert clean(raw) == expected
     assert clean(expected) == expected
 
 
-def test_code_and_other_scripts_are_no_prose() -> None:
+def test_code_and_other_scripts_are_not_prose() -> None:
     assert is_prose("The court sat in June and heard both sides.")
     assert not is_prose("x = {1: [2, 3]}; y += f(x)[0] ** 2 // (3 + 4)")
     assert not is_prose("\u0418\u0437\u0440\u0430\u0438\u043b\u044c is a state in Asia")
     assert not is_prose("")
 
 
-def test_sentences_join_to_the_text_and_initials_end_none() -> None:
+def test_sentences_join_to_the_text_and_do_not_end_at_initials() -> None:
     text = "J. B. Smith met Dr. Who in 1910. They talked. Nobody listened (they say). It rained."
     assert sentences(text) == [
         "J. B. Smith met Dr. Who in 1910.",
@@ -57,13 +57,13 @@ def test_sentences_join_to_the_text_and_initials_end_none() -> None:
     assert len(sentences("all small here. and here too. the end.")) == 3
 
 
-def test_passages_are_whole_sentences_of_bounded_length() -> None:
+def test_passages_are_complete_sentences_of_bounded_length() -> None:
     one = "The committee met again in the spring of that year to hear what the others had to say. "
     found = list(passages([one * 30, "Too short.", "w " * 2000 + "."]))
     assert len(found) > 2 and all(120 <= len(text) <= MAX_CHARS and text.endswith(".") for text in found)
 
 
-def test_only_allowed_licences_and_only_proposals_that_say_so(small_shared: Path) -> None:
+def test_only_allowed_licences_and_public_domain_proposals_are_read(small_shared: Path) -> None:
     assert {source.licence for source in SOURCES} <= set(ALLOWED_LICENCES)
     read = {source.name for source in SOURCES}
     assert not read & {name.split("/")[0] for name in EXCLUDED}
@@ -71,7 +71,7 @@ def test_only_allowed_licences_and_only_proposals_that_say_so(small_shared: Path
     assert [document.document for document in found] == ["pep-0"], "the other one has a licence of its own"
 
 
-def test_a_split_depends_on_the_name_and_the_seed_only() -> None:
+def test_split_depends_only_on_name_and_seed() -> None:
     names = [f"document {number}" for number in range(400)]
     held = held_out(names, 0.4, 7)
     assert held == held_out(reversed(names[:200]), 0.4, 7) | held_out(names[200:], 0.4, 7)
@@ -79,7 +79,7 @@ def test_a_split_depends_on_the_name_and_the_seed_only() -> None:
     assert held != held_out(names, 0.4, 8)
 
 
-def test_near_duplicates_of_held_out_text_do_not_pass() -> None:
+def test_near_duplicates_of_held_out_text_are_dropped() -> None:
     held = "The treaty between the two kingdoms was signed in the old town hall in the summer of 1451 by both envoys."
     gate = Filter(frozenset({"the treaty"}), shingles(held))
     other = "A wholly different passage about bees, their hives and the honey that they make in a long hot summer."
@@ -90,7 +90,7 @@ def test_near_duplicates_of_held_out_text_do_not_pass() -> None:
     assert gate.dropped == {"title": 1, "shingles": 1, "copy": 1}
 
 
-def test_no_training_passage_says_what_an_evaluation_passage_says(small_data: Path) -> None:
+def test_training_passages_do_not_overlap_with_evaluation_passages(small_data: Path) -> None:
     manifest = json.loads((small_data / "manifest.json").read_text())
     train, held = list(read_shards(small_data, "train-passages")), list(read_shards(small_data, "eval-passages"))
     assert held and {row["document"] for row in held} == set(manifest["held out"])
@@ -99,7 +99,7 @@ def test_no_training_passage_says_what_an_evaluation_passage_says(small_data: Pa
     assert sum(manifest["passages that did not pass"].values()) >= 1, "one was retrieved again"
 
 
-def test_no_training_world_names_what_an_evaluation_world_names(small_data: Path) -> None:
+def test_training_worlds_share_no_names_with_evaluation_worlds(small_data: Path) -> None:
     rows = [json.loads(line) for line in (small_data / "eval/microworld.jsonl").read_text().splitlines()]
     asked, trained, held = (
         set(re.findall(r"\bT[aeiou][a-z]\b", " ".join(text for row in found for text in row["chunks"])))
@@ -109,12 +109,12 @@ def test_no_training_world_names_what_an_evaluation_world_names(small_data: Path
     assert not held & trained
 
 
-def test_the_same_data_and_seed_give_the_same_bytes(small_shared: Path, small_data: Path, tmp_path: Path) -> None:
+def test_data_are_reproducible_byte_by_byte(small_shared: Path, small_data: Path, tmp_path: Path) -> None:
     prepare(small_shared, tmp_path, SMALL, lambda line: None)
     assert verified_digest(tmp_path) == verified_digest(small_data)
 
 
-def test_data_that_cannot_be_finished_leave_the_old_ones(
+def test_failed_data_run_keeps_the_old_data(
     small_shared: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "data"
@@ -129,7 +129,7 @@ def test_data_that_cannot_be_finished_leave_the_old_ones(
 
 
 @pytest.mark.parametrize("name", ["train-worlds-0000.jsonl.gz", "tokenizer/tokenizer.json", "eval/xquad.jsonl"])
-def test_data_of_two_makings_are_noticed(small_data: Path, tmp_path: Path, name: str) -> None:
+def test_mixed_data_files_are_refused(small_data: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "data"
     shutil.copytree(small_data, out)
     (out / name).write_bytes(b"{}")
@@ -137,7 +137,7 @@ def test_data_of_two_makings_are_noticed(small_data: Path, tmp_path: Path, name:
         verified_digest(out)
 
 
-def test_shards_come_back_in_order(tmp_path: Path) -> None:
+def test_shards_are_read_in_order(tmp_path: Path) -> None:
     rows = [{"n": number} for number in range(20_000)]
     assert write_shards(tmp_path, "rows", iter(rows)) == 20_000
     assert len(list(tmp_path.glob("*.gz"))) == 3 and list(read_shards(tmp_path, "rows")) == rows
@@ -183,7 +183,7 @@ def test_questions_from_a_sentence(text: str) -> None:
         assert occurs(answer, text) and not occurs(answer, question)
 
 
-def test_pronouns_stand_for_a_person_in_the_title_only() -> None:
+def test_pronouns_refer_only_to_a_person_in_the_title() -> None:
     text = "He moved to Paris in 1890."
     assert ("When did Victor Hugo move to Paris?", "1890") in [
         (one.question, one.answer) for one in worded(text, "Victor Hugo", {"move"})
@@ -191,7 +191,7 @@ def test_pronouns_stand_for_a_person_in_the_title_only() -> None:
     assert worded(text, "History of France", {"move"}) == []
 
 
-def test_a_blank_is_filled_by_what_stood_there() -> None:
+def test_cloze_answer_is_the_removed_span() -> None:
     text = "The treaty was ratified in 1789 in Anden."
     for seed in range(20):
         one = cloze(text, random.Random(seed))
@@ -204,7 +204,7 @@ def test_neighbours_share_rare_words() -> None:
     assert [found[:1] for found in neighbours(texts, 2)] == [[1], [0], [3], [2], []]
 
 
-def test_worlds_keep_their_answers_in_the_text(small_shared: Path) -> None:
+def test_answers_of_worlds_occur_in_their_text(small_shared: Path) -> None:
     worlds = make_worlds(small_shared, "train", 3)
     kinds = set()
     for _ in range(60):
@@ -223,7 +223,7 @@ def test_worlds_keep_their_answers_in_the_text(small_shared: Path) -> None:
     assert kinds == {"single", "split", "twohop", "chain", "unanswerable"}
 
 
-def test_the_tokenizer_spells_any_text_and_speaks_the_template(small_data: Path) -> None:
+def test_tokenizer_encodes_any_text_and_has_the_chat_template(small_data: Path) -> None:
     tokenizer = Tokenizer.load(small_data / "tokenizer")
     assert tokenizer.special_tokens == set(SPECIAL_TOKENS)
     text = "Caf\u00e9 \u4f60\u597d 1,234 <|im_end|>\n\n tab\tend"
@@ -234,7 +234,7 @@ def test_the_tokenizer_spells_any_text_and_speaks_the_template(small_data: Path)
     assert tokenizer.eos_token_id == tokenizer.encode_template("<|im_end|>")[0]
 
 
-def test_evaluation_questions_are_of_held_out_documents(small_data: Path) -> None:
+def test_evaluation_questions_are_about_held_out_documents(small_data: Path) -> None:
     held = set(json.loads((small_data / "manifest.json").read_text())["held out"])
     for name in ("xquad", "unanswerable"):
         rows = [json.loads(line) for line in (small_data / f"eval/{name}.jsonl").read_text().splitlines()]
@@ -247,7 +247,7 @@ def test_evaluation_questions_are_of_held_out_documents(small_data: Path) -> Non
     assert {one.kind for one in worlds} == {"single", "split", "twohop", "chain"} and len(worlds) == 12
 
 
-def test_a_library_reads_what_was_written(small_data: Path) -> None:
+def test_library_reads_the_written_data(small_data: Path) -> None:
     library = Library.read(small_data, "train")
     assert len(library.worlds) == 60
     assert any(passage.asked for passage in library.passages) and any(passage.worded for passage in library.passages)
@@ -259,7 +259,7 @@ def test_a_library_reads_what_was_written(small_data: Path) -> None:
 
 @pytest.mark.shared
 @pytest.mark.slow
-def test_the_real_data_is_kept_apart(shared: Path, tmp_path: Path) -> None:
+def test_real_training_and_evaluation_data_do_not_overlap(shared: Path, tmp_path: Path) -> None:
     manifest = prepare(shared, tmp_path, SMALL, lambda line: None)
     held = frozenset().union(*(shingles(row["text"]) for row in read_shards(tmp_path, "eval-passages")))
     for row in read_shards(tmp_path, "train-passages"):

@@ -1,4 +1,4 @@
-"""What is asked of a model, how it is counted, and what becomes of it: report, card, package."""
+"""Tests the evaluation of a model, its report and card, and bundling."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def asked(answer: str, accepted: str, kind: str = "xquad", group: str = "a") -> 
     return Asked(ChunkQuestion((), "?", (accepted,), kind), group, answer)
 
 
-def test_answers_are_counted_as_squad_does() -> None:
+def test_answers_are_scored_as_in_squad() -> None:
     found = figures("xquad", [asked("The 308 points.", "308 points"), asked("308", "308 points", group="b")])
     assert [(one.name, one.interval.value) for one in found[:2]] == [
         ("xquad exact match", 0.5),
@@ -44,7 +44,7 @@ def test_answers_are_counted_as_squad_does() -> None:
     assert {one.name: one.interval.value for one in worlds} == {"microworld single": 1.0, "microworld split": 0.0}
 
 
-def test_an_interval_is_as_wide_as_its_groups_make_it() -> None:
+def test_interval_resamples_groups() -> None:
     rng = random.Random(0)
     values = [float(rng.random() < 0.5) for _ in range(400)]
     alone = mean_by_group(values, [str(n) for n in range(400)])
@@ -67,8 +67,8 @@ def model(run: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory)
     return export_run(run, small_data, tmp_path_factory.mktemp("exported") / "model", RECIPE)
 
 
-def test_a_checkpoint_is_asked_every_set(small_data: Path, model: Path) -> None:
-    """One that has learned nothing: every figure is there, and none is reached."""
+def test_checkpoint_answers_every_set(small_data: Path, model: Path) -> None:
+    """An untrained model has every figure and reaches no target."""
     report = evaluate(str(model), small_data, limit=2, num_reused=0, device="cpu", say=lambda line: None)
     assert [row["name"] for row in report["figures"]][:2] == ["xquad exact match", "xquad F1"]
     assert all(row["questions"] in (1, 2) and row["is reached"] in (False, None) for row in report["figures"])
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_asked_every_set(small_data: Path, model: Path) -> None:
 
 @pytest.mark.slow
 def test_the_bundled_model_is_evaluated_with_and_without_reuse(small_data: Path) -> None:
-    """microworld knows few of the words here, but whether reuse changes its answers can be counted."""
+    """microworld knows few of these words, but the effect of reuse on its answers can be measured."""
     report = evaluate("bundled:microworld", small_data, limit=3, num_reused=2, device="cpu", say=lambda line: None)
     names = [row["name"] for row in report["figures"]]
     assert names[:2] == ["xquad exact match", "xquad F1"] and "unanswerable" in names
@@ -90,7 +90,7 @@ def test_the_bundled_model_is_evaluated_with_and_without_reuse(small_data: Path)
     assert "| xquad exact match |" in table and "0.35, missed" in table and "prefix cache" in table
 
 
-def test_a_card_says_where_everything_is_from(run: Path, small_data: Path) -> None:
+def test_card_names_run_data_and_excluded_sources(run: Path, small_data: Path) -> None:
     manifest = json.loads((small_data / "manifest.json").read_text())
     text = card("english", manifest, read_log(run), None)
     assert "license: cc-by-sa-4.0" in text and "Not evaluated." in text
@@ -100,7 +100,7 @@ def test_a_card_says_where_everything_is_from(run: Path, small_data: Path) -> No
         card("english", manifest | {"digest": "another"}, read_log(run), None)
 
 
-def test_a_finished_model_goes_into_the_package(model: Path, tmp_path: Path) -> None:
+def test_finished_model_is_copied_into_the_package(model: Path, tmp_path: Path) -> None:
     package = tmp_path / "models"
     (package / "bundled").mkdir(parents=True)
     source = package / "bundled_models.py"
@@ -121,7 +121,7 @@ def test_a_finished_model_goes_into_the_package(model: Path, tmp_path: Path) -> 
     assert 'DEFAULT = "english"' in source.read_text() and "microworld" not in source.read_text()
 
 
-def test_one_of_several_bundled_models_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_model_can_be_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("microworld", "english"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
@@ -137,18 +137,18 @@ def test_one_of_several_bundled_models_answers(tmp_path: Path, monkeypatch: pyte
             resolve(wrong)
 
 
-def test_the_package_has_its_default() -> None:
+def test_package_contains_its_default_model() -> None:
     assert bundled_models.DEFAULT in bundled_models.bundled_names()
     assert (resolve("bundled") / "README.md").is_file()
 
 
-def test_marks_are_of_the_batches_that_the_log_scores(small_data: Path) -> None:
+def test_marks_use_the_batches_that_the_log_scores(small_data: Path) -> None:
     found = marks_of_recipe(replace(RECIPE, num_steps=20), small_data, 20)
     assert found["text"].bigram < found["text"].unigram
     assert found["answers over worlds"].num_tokens == found["answers"].num_tokens > 100
 
 
-def test_the_long_run_fits_half_an_hour() -> None:
+def test_long_run_takes_at_most_half_an_hour() -> None:
     reckoned = reckon(RECIPES["30m"])
     assert reckoned.minutes < 20 and reckoned.tokens > 300e6
     small = RECIPES["12m"].shape

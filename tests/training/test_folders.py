@@ -1,4 +1,4 @@
-"""A folder is replaced as a whole, whenever it is interrupted."""
+"""Tests that a folder is replaced atomically."""
 
 from pathlib import Path
 
@@ -8,7 +8,9 @@ from training.folders import replaced
 
 
 @pytest.mark.parametrize("interrupted", [1, 2])
-def test_an_interruption_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int) -> None:
+def test_interrupted_replacement_keeps_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int
+) -> None:
     folder, rename = tmp_path / "data", Path.rename
     folder.mkdir()
     (folder / "old").touch()

@@ -1,4 +1,4 @@
-"""Examples as rows of tokens: the product's own prompt, and nobody sees what is not theirs."""
+"""Tests examples as rows of tokens: the prompt format and the attention masks."""
 
 import random
 import warnings
@@ -47,7 +47,7 @@ def examples(library: Library, count: int) -> list[Example]:
     return [compose(library, MIXTURE, random.Random(number), 1.0) for number in range(count)]
 
 
-def test_examples_are_what_they_claim(library: Library) -> None:
+def test_examples_have_answers_in_their_chunks_or_none(library: Library) -> None:
     sizes, kinds = set(), set()
     for example in examples(library, 150):
         texts = [chunk.text for chunk in example.chunks]
@@ -61,7 +61,7 @@ def test_examples_are_what_they_claim(library: Library) -> None:
     assert kinds >= {"asked", "cloze", "who", "when", "single", "split", "unanswerable"}
 
 
-def test_an_exchanged_answer_is_exchanged_in_the_text_too(library: Library) -> None:
+def test_swapped_answer_is_replaced_in_the_text_too(library: Library) -> None:
     known = {text for passage in library.passages for text in (passage.text,)}
     always = Mixture(ramp=0.0, worlds=0.0, swapped=1.0)
     changed = 0
@@ -80,7 +80,7 @@ def test_the_number_of_chunks_grows_with_the_run(library: Library) -> None:
     assert early == {1} and max(late) == 6
 
 
-def test_questions_are_varied_in_form_only() -> None:
+def test_varied_questions_keep_their_words() -> None:
     found = {vary("Where is Ada born?", random.Random(n)) for n in range(30)}
     assert found == {"Where is Ada born?", "where is Ada born"}
 
@@ -91,7 +91,7 @@ def branch_tokens(sample: Sample, number: int) -> list[int]:
     return [int(token) for token in sample.tokens[chosen][order]]
 
 
-def test_context_and_branch_are_the_products_prompt_and_the_answer(library: Library, tokenizer: Tokenizer) -> None:
+def test_context_and_branch_equal_the_engine_prompt_and_the_answer(library: Library, tokenizer: Tokenizer) -> None:
     builder = PromptBuilder(tokenizer, format_for(tokenizer))
     renderer = Renderer(tokenizer)
     stop = tokenizer.encode_template("<|im_end|>")
@@ -106,7 +106,7 @@ def test_context_and_branch_are_the_products_prompt_and_the_answer(library: Libr
             assert list(told) == [*tokenizer.encode_text(branch.answer), *stop]
 
 
-def test_what_does_not_fit_is_left_out(library: Library, tokenizer: Tokenizer) -> None:
+def test_branches_that_do_not_fit_are_dropped(library: Library, tokenizer: Tokenizer) -> None:
     example = next(one for one in examples(library, 50) if len(one.branches) > 4)
     renderer = Renderer(tokenizer)
     whole = renderer.render(example, 4096)
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_left_out(library: Library, tokenizer: Tokenizer) -
     assert renderer.render(example, int((whole.branches == 0).sum())) is None
 
 
-def test_a_batch_is_a_function_of_its_number(library: Library, tokenizer: Tokenizer) -> None:
+def test_batch_depends_only_on_its_number(library: Library, tokenizer: Tokenizer) -> None:
     one, again, other = (batches(library, tokenizer).batch(number) for number in (4, 4, 5))
     assert np.array_equal(one.tokens, again.tokens) and np.array_equal(one.targets, again.targets)
     assert not np.array_equal(one.tokens, other.tokens)
@@ -135,7 +135,7 @@ def test_rows_are_full_and_every_target_is_the_next_token_of_its_part(library: L
             assert batch.positions[row, at + 1] == batch.positions[row, at] + 1
 
 
-def test_both_masks_let_the_same_tokens_through(library: Library, tokenizer: Tokenizer) -> None:
+def test_dense_and_block_mask_are_equal(library: Library, tokenizer: Tokenizer) -> None:
     batch = batches(library, tokenizer).batch(1)
     samples, branches = (torch.from_numpy(array[:1, :256]) for array in (batch.samples, batch.branches))
     dense = dense_mask(samples, branches)

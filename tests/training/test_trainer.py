@@ -1,4 +1,4 @@
-"""Training that can be interrupted, and what it exports: bit for bit, and logit for logit."""
+"""Tests training, resuming and export."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def state_of(folder: Path) -> dict[str, Any]:
 
 
 def assert_same_state(one: Any, two: Any) -> None:
-    """Bit for bit, through lists and dictionaries."""
+    """Assert that two nested lists and dictionaries are equal bit for bit."""
     assert type(one) is type(two)
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, two)
@@ -75,7 +75,7 @@ def assert_same_state(one: Any, two: Any) -> None:
         assert one == two
 
 
-def test_stopping_changes_nothing_bit_for_bit(small_data: Path, tmp_path: Path) -> None:
+def test_resumed_run_is_bit_identical(small_data: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     outcome = Trainer(RECIPE, QUICK, small_data, whole).train()
     assert outcome.is_done and outcome.step == 6 and outcome.scores
@@ -98,7 +98,7 @@ def test_stopping_changes_nothing_bit_for_bit(small_data: Path, tmp_path: Path) 
     assert logs[0] == logs[1] and len(logs[0]) == 8
 
 
-def test_the_log_forgets_what_the_checkpoint_does_not_know(small_data: Path, tmp_path: Path) -> None:
+def test_log_lines_after_the_checkpoint_are_dropped_on_resume(small_data: Path, tmp_path: Path) -> None:
     Trainer(RECIPE, replace(QUICK, stop_step=2), small_data, tmp_path).train()
     kept = (tmp_path / CHECKPOINT).read_bytes()
     Trainer(RECIPE, replace(QUICK, stop_step=4), small_data, tmp_path).train()
@@ -109,7 +109,7 @@ def test_the_log_forgets_what_the_checkpoint_does_not_know(small_data: Path, tmp
     assert [line["step"] for line in read_log(tmp_path) if "answer loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_recipe_or_other_data_is_refused(small_data: Path, tmp_path: Path) -> None:
+def test_resuming_with_another_recipe_or_data_is_refused(small_data: Path, tmp_path: Path) -> None:
     Trainer(RECIPE, replace(QUICK, stop_step=1), small_data, tmp_path / "run").train()
     with pytest.raises(ResumeError, match="the recipe differs"):
         Trainer(replace(RECIPE, learning_rate=1e-3), QUICK, small_data, tmp_path / "run")
@@ -129,13 +129,13 @@ def test_another_recipe_or_other_data_is_refused(small_data: Path, tmp_path: Pat
         export_run(tmp_path / "run", data, tmp_path / "model", RECIPE)
 
 
-def test_minutes_are_a_budget(small_data: Path, tmp_path: Path) -> None:
+def test_run_stops_after_its_minutes(small_data: Path, tmp_path: Path) -> None:
     times = iter(range(0, 6000, 30))
     run = replace(QUICK, minutes=1.0, clock=lambda: float(next(times)))
     assert 0 < Trainer(RECIPE, run, small_data, tmp_path).train().step < 6
 
 
-def test_batches_made_by_others_are_the_same(small_data: Path, tmp_path: Path) -> None:
+def test_worker_processes_make_the_same_batches(small_data: Path, tmp_path: Path) -> None:
     Trainer(RECIPE, replace(QUICK, stop_step=2), small_data, tmp_path / "a").train()
     Trainer(RECIPE, replace(QUICK, stop_step=2, num_workers=2), small_data, tmp_path / "b").train()
     Trainer(RECIPE, replace(QUICK, stop_step=2, micro_rows=1), small_data, tmp_path / "c").train()
@@ -157,7 +157,7 @@ def held_batches(data: Path, number: int) -> list[Batch]:
     return [batches.batch(place) for place in range(number)]
 
 
-def test_a_model_learns_its_batch_by_heart(small_data: Path) -> None:
+def test_model_memorises_a_batch(small_data: Path) -> None:
     model, (batch,) = Llama(SHAPE, 0), held_batches(small_data, 1)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     device, counts = torch.device("cpu"), num_targets(batch)
@@ -173,8 +173,8 @@ def test_a_model_learns_its_batch_by_heart(small_data: Path) -> None:
     assert after.exact > 0.8 and after.answer_loss < 0.5
 
 
-def test_a_branch_does_not_see_its_neighbours(small_data: Path) -> None:
-    """Logits in a packed row are those of the context and the branch alone."""
+def test_branch_does_not_attend_to_other_branches(small_data: Path) -> None:
+    """Logits in a packed row equal those of the context with the branch alone."""
     model, (batch,) = Llama(SHAPE, 1).eval(), held_batches(small_data, 1)
     part = part_of(batch, slice(0, 1), torch.device("cpu"), is_flex=False)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_a_branch_does_not_see_its_neighbours(small_data: Path) -> None:
             assert torch.allclose(alone, packed[torch.from_numpy(chosen)], atol=1e-4)
 
 
-def test_marks_are_entropies_of_tables(small_data: Path) -> None:
+def test_marks_are_cross_entropies_of_tables(small_data: Path) -> None:
     train, held = held_batches(small_data, 6)[:5], held_batches(small_data, 6)[5:]
     text, answers = (marks(train, held, 600, is_answer=flag) for flag in (False, True))
     assert 0 < text.bigram < text.unigram < np.log(600)
@@ -196,7 +196,7 @@ def test_marks_are_entropies_of_tables(small_data: Path) -> None:
     assert text.num_tokens > answers.num_tokens > 50
 
 
-def test_schedules_begin_and_end_where_they_should() -> None:
+def test_schedules_begin_and_end_at_the_expected_rates() -> None:
     for schedule, last in (("wsd", 0.0), ("cosine", 0.1)):
         recipe = replace(RECIPE, num_steps=1000, warmup_steps=10, schedule=schedule, learning_rate=1.0)  # type: ignore[arg-type]
         rates = [learning_rate(recipe, step) for step in range(1000)]
@@ -216,7 +216,7 @@ def test_shipped_shapes_fit_the_package() -> None:
 
 @pytest.fixture(scope="module")
 def exported(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In float32 and with a spread that makes greedy choices clear."""
+    """Export a float32 model with a wide spread of logits, so that greedy choices are clear."""
     model = Llama(SHAPE, 3)
     with torch.no_grad():
         for name, one in model.named_parameters():
@@ -224,7 +224,7 @@ def exported(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return export_model(model, small_data, tmp_path_factory.mktemp("model"), torch.float32)
 
 
-def test_training_transformers_and_stillroom_compute_the_same(exported: Path, small_data: Path) -> None:
+def test_training_transformers_and_stillroom_compute_the_same_logits(exported: Path, small_data: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -250,7 +250,7 @@ def test_training_transformers_and_stillroom_compute_the_same(exported: Path, sm
     assert list(run.tokens["a"]) == greedy
 
 
-def test_an_exported_folder_is_a_checkpoint(small_data: Path, tmp_path: Path) -> None:
+def test_exported_folder_is_a_complete_checkpoint(small_data: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "model"
     with pytest.raises(FileNotFoundError, match="train first"):
         export_run(run, small_data, out, RECIPE)
@@ -264,9 +264,7 @@ def test_an_exported_folder_is_a_checkpoint(small_data: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_process_goes_on_where_its_checkpoint_is(
-    small_data: Path, tmp_path: Path, blow: signal.Signals
-) -> None:
+def test_killed_run_resumes_from_its_checkpoint(small_data: Path, tmp_path: Path, blow: signal.Signals) -> None:
     program = (
         "import sys, pathlib, tests.training.test_trainer as t, torch; from dataclasses import replace;"
         "torch.set_num_threads(1); data, out = map(pathlib.Path, sys.argv[1:]);"
