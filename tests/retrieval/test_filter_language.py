@@ -340,8 +340,8 @@ def test_every_accepted_filter_can_be_searched(corpus: Corpus, where: str) -> No
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("taem = legal", "none has the field 'taem'; known fields are team"),
-        ("type = md and (not teem = x and halb = 1)", "any of the fields 'halb', 'teem'; known fields are half, team"),
+        ("taem = legal", "none has the field 'taem'; did you mean team?"),
+        ("type = md and (not teem = x and halb = 1)", "any of the fields 'halb', 'teem'; did you mean half or team?"),
         ("zzz = 1", "known fields are path, title, type, added, half, id, n, ok, path, tags"),
     ],
 )

@@ -24,7 +24,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 def observe(metrics: Metrics, *, num_generated_tokens: int) -> None:
     metrics.observe_answer("stop", num_generated_tokens=num_generated_tokens, tpot_seconds=0.03, total_seconds=0.5)
-    metrics.observe_search(0.01)
+    metrics.observe_retrieval(0.01)
     metrics.observe_prompt(
         num_prompt_tokens=100,
         num_cached_tokens=64,
@@ -163,4 +163,4 @@ def test_every_declared_metric_is_supplied_in_one_place() -> None:
 
 
 def test_metrics_page_has_the_reference_table() -> None:
-    assert reference() in PAGE.read_text(encoding="utf-8"), f"docs/metrics.md lacks this table:\n{reference()}"
+    assert reference() in PAGE.read_text(encoding="utf-8"), "run: python docs/_site/metrics.py"

@@ -41,7 +41,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What stands in a prompt around a question and its chunks."""
+    """Earlier turns and system messages of a prompt, and the beginning of its answer."""
 
     turns: tuple[Turn, ...] = ()
     system: str = ""

@@ -38,7 +38,7 @@ def explain(
         log.close()
     if found is None:
         which = f"{request_id} is not in the request log of {kb}" if request_id else f"the request log of {kb} is empty"
-        raise UsageError(f"{which}; it keeps the last trace.keep questions")
+        raise UsageError(f"{which}; the setting trace.keep limits how many questions it holds")
     name, at, trace = found
     if as_json:
         print_json({"request_id": name, "at": at, **trace})
@@ -53,7 +53,8 @@ def _preceding_chunks(trace: dict[str, Any]) -> set[str]:
 
 
 def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[str, Any]]) -> None:
-    """
+    """Print one question.
+
     Args:
         earlier: sources of earlier questions, by chunk id.
     """

@@ -107,8 +107,11 @@ def serve(  # noqa: PLR0913  one parameter per flag
         opened.callback(server.close)
         served = _ServedApp(kb, settings, opened, notify)
 
+        is_public = settings.server.host in ("0.0.0.0", "::")
+        everywhere = f", and on every address of this machine ({settings.server.host})" if is_public else ""
+
         def announce() -> None:
-            notify(f"Stillroom listens on {server.url} (Ctrl-C stops it)")
+            notify(f"Stillroom listens on {server.url}{everywhere} (Ctrl-C stops it)")
             if as_json:
                 print_json({"url": server.url, "port": server.port, "model": served.model_name}, indent=None)
 

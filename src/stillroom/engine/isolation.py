@@ -33,7 +33,7 @@ class Suspects:
         return any(entry.request_id in self._failures for entry in batch.sequences)
 
     def blame(self, request_ids: Iterable[RequestId]) -> list[RequestId]:
-        """Count a failure of each request; returns those that have failed `MAX_FAILURES` times."""
+        """Count a failure of each request, and return those that have failed `MAX_FAILURES` times."""
         request_ids = list(request_ids)
         self._failures.update(request_ids)
         return [one for one in request_ids if self._failures[one] >= MAX_FAILURES]

@@ -1,4 +1,4 @@
-"""What one sequence holds of the KV cache: its block table and its path in the knowledge tree."""
+"""KV that one sequence holds: its block table and its path in the knowledge tree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -24,7 +24,7 @@ from stillroom.kvcache.tree.pieces import PrefixKeys
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What reuse needs; without it every prompt is computed."""
+    """The tree and the options of reuse; without them every prompt is computed."""
 
     tree: KnowledgeTree
     keys: PrefixKeys
@@ -38,7 +38,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """What to reuse of one prompt."""
+    """Kept KV to reuse for one prompt."""
 
     matched: Sequence[Node]
     """The longest kept path that the prompt begins with."""

@@ -28,7 +28,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReuse:
-    """What the tree had for a prompt when it was admitted."""
+    """Kept KV of a prompt when it was admitted."""
 
     matched: Sequence[Node]
     tiers: list[Tier | None]
@@ -59,7 +59,7 @@ class AdmissionReuse:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionReport:
-    """What an admission means, for users and for the counts."""
+    """An admission as users and counters see it."""
 
     reuse: PromptReuse
     sources: Sequence[Source]

@@ -63,7 +63,7 @@ class Account:
     def _count_question(self, usage: RemoteUsage) -> None:
         timing = self._progress.timing(usage.num_generated_tokens)
         if self._has_searched:
-            self._metrics.observe_search(timing.retrieval_seconds)
+            self._metrics.observe_retrieval(timing.retrieval_seconds)
         if self._progress.first_at is None:
             return
         self._metrics.observe_prompt(

@@ -102,7 +102,7 @@ def document_as_json(info: DocumentInfo) -> JsonObject:
 
 
 def document_fields(info: DocumentInfo) -> JsonObject:
-    """What is shown of a document beside its id."""
+    """Fields of a document beside its id."""
     return {
         "title": info.title,
         "num_chunks": info.num_chunks,

@@ -226,7 +226,7 @@ class Pipeline:
             raise deadline_error()  # it waited for a thread
         if self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
-                "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR"
+                "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR, or POST /v1/documents"
             )
 
     def _max_prompt_tokens(self, options: AskOptions) -> int | None:

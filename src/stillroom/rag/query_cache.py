@@ -23,7 +23,7 @@ _CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class _QuestionKey:
-    """What a result depends on, besides the corpus."""
+    """A question and the options that its result depends on, besides the corpus."""
 
     text: str
     mode: SearchMode

@@ -87,8 +87,7 @@ class AnswerProgress:
 
 
 class StopMatcher:
-    """Ends a text at the first complete stop string, wherever the borders of its pieces lie; of several that end there,
-    at the longest.
+    """Ends a text at the first complete stop string; of several that end at the same place, the longest.
 
     Text is held back only while it could be the beginning of a stop string.
     """

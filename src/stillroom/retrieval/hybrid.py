@@ -112,11 +112,11 @@ class FilteredChunks:
         unknown = sorted(fields_of(parsed) - set(known))
         if not unknown or len(known) >= _MAX_FIELDS or not self._corpus.num_chunks:
             return ""
-        near = [one for name in unknown for one in get_close_matches(name, known, n=3)]
-        names = ", ".join(dict.fromkeys(near)) or ", ".join(known[:_MAX_SHOWN])
+        near = dict.fromkeys(one for name in unknown for one in get_close_matches(name, known, n=3))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known fields are {', '.join(known[:_MAX_SHOWN])}"
         what = "has the field" if len(unknown) == 1 else "has any of the fields"
         shown = ", ".join(repr(name[:_MAX_NAME]) for name in unknown[:_MAX_SHOWN])
-        return f"the filter allows no document, and none {what} {shown}; known fields are {names}"
+        return f"the filter allows no document, and none {what} {shown}; {hint}"
 
 
 class HybridSearch:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class AdmissionCandidate(NamedTuple):
-    """What a policy knows of a waiting request."""
+    """A waiting request as an admission policy sees it."""
 
     arrival: int
     """Number of the request in order of arrival."""

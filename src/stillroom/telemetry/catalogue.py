@@ -2,7 +2,7 @@
 
 To add one: declare it here, then either count it in `metrics.Metrics`, or add it to the `Readings` of a part that keeps
 its own counts (`KVCache.readings`, `LocalBackend.readings`, `ListFigures.readings`). `/metrics` shows it and
-docs/metrics.md lists it from this declaration.
+docs/metrics.md lists it from this declaration (`python docs/_site/metrics.py`).
 
 Names end in `_seconds`, `_bytes`, `_ratio` or `_total`; a gauge that counts things has no unit.
 """

@@ -65,8 +65,8 @@ class Metrics:
         if total_seconds is not None:
             self._total.observe(total_seconds)
 
-    def observe_search(self, seconds: float) -> None:
-        """Count a search; `seconds` run from the question's arrival to its documents."""
+    def observe_retrieval(self, seconds: float) -> None:
+        """Record the seconds from an answered question's arrival to its documents; other searches do not count."""
         self._retrieval.observe(seconds)
 
     def observe_prompt(

@@ -45,7 +45,8 @@ def read_retrieved(path: Path) -> list[Retrieved]:
     try:
         requests = list(_lines(path) if path.suffix == ".jsonl" else _whole(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a trace with `retrieved_docs`: {error}") from error
+        kind = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is not a trace: it needs `retrieved_docs`, lists of texts ({kind})") from error
     if not requests:
         raise UsageError(f"{path} is not a trace with `retrieved_docs`: it has no requests")
     return requests

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.loaders import formats
 from tests.retrieval.loaders.make import parsed
 from tests.retrieval.loaders.mutations import check, mutated, seeds
 
@@ -76,3 +78,10 @@ def test_unstorable_characters_are_replaced(embedder: Embedder) -> None:
     assert document.title == "a?b" and [paragraph.text for paragraph in document.paragraphs][1] == "x?"
     chunker = Chunker(embedder.tokenizer, 64, 256)
     assert len(chunker.chunks(document)) == 1
+
+
+def test_every_loader_has_a_seed() -> None:
+    loaders = {kind.module for kind in formats._FORMATS.values()}
+    seeded = {kind.module for name in seeds() if (kind := formats.format_of(Path(name)))}
+
+    assert loaders == seeded, "add a small file to seeds() in tests/retrieval/loaders/mutations.py"

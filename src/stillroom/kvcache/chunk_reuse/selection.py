@@ -18,7 +18,7 @@ from stillroom.config.settings import TokenSelector
 
 @dataclass(frozen=True, slots=True)
 class SelectorInput:
-    """What is known when tokens are selected."""
+    """Input of a token selector."""
 
     lengths: Sequence[int]
     """Tokens of each placed chunk, in order; N in all."""

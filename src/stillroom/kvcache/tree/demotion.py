@@ -17,7 +17,7 @@ from stillroom.kvcache.tree.tree_options import TreeOptions
 
 
 class Demoter:
-    """Not thread-safe: only the engine thread calls it."""
+    """Moves nodes from device to host to disk, and drops them. Not thread-safe: only the engine thread calls it."""
 
     def __init__(  # noqa: PLR0913  the parts of one tree
         self,

@@ -28,7 +28,10 @@ _LEAST_OVERHEAD = 0.01
 
 
 class KnowledgeTree:
-    """Not thread-safe: only the engine thread calls it."""
+    """Maps pieces of prompts to their kept KV on device, host and disk.
+
+    Not thread-safe: only the engine thread calls it.
+    """
 
     def __init__(
         self, pool: BlockPool, mover: KVMover, profile: CostProfile, options: TreeOptions, now: Callable[[], float]

@@ -16,7 +16,7 @@ _NUM_REMEMBERED = 65_536
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    """What is remembered of a node without copies."""
+    """Memory of a node without copies."""
 
     has_failed: bool
     """Its record was damaged."""

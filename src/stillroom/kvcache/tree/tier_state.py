@@ -21,7 +21,10 @@ TIERS = tuple(Tier)
 
 
 class TierState:
-    """Not thread-safe: only the engine thread calls it."""
+    """Counts the bytes of each tier and orders its nodes for eviction.
+
+    Not thread-safe: only the engine thread calls it.
+    """
 
     def __init__(self, pool: BlockPool, options: TreeOptions, now: Callable[[], float]) -> None:
         """

@@ -39,7 +39,7 @@ _WINDOWS_PER_SAVE = 16
 
 
 class DenseStore:
-    """Not thread-safe."""
+    """Keeps one dense index equal to the corpus, in memory and on disk. Not thread-safe."""
 
     def __init__(
         self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int, spawn: Spawn | None = None

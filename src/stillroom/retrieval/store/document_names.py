@@ -82,7 +82,7 @@ def documents_at(
     unknown = tuple(target for target, document_ids in found.items() if not document_ids)
     if unknown and len(unknown) == len(found):
         others = f" or the {len(unknown) - 1:,} others" if len(unknown) > 1 else ""
-        raise UnknownDocumentError(f"no document is or is below {unknown[0]!r}{others}; see `stillroom list`")
+        raise UnknownDocumentError(f"no document has the name or folder {unknown[0]!r}{others}; see `stillroom list`")
     return dict.fromkeys(document_id for document_ids in found.values() for document_id in document_ids), unknown
 
 

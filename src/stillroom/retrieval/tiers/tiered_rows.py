@@ -43,7 +43,7 @@ class AllowedRows:
 
 
 class TieredRows:
-    """Not thread-safe, except for `tiers`."""
+    """Vectors of an index in a list file, and recent ones not in it yet. Not thread-safe, except for `tiers`."""
 
     def __init__(self, file: ListFile, folder: Path) -> None:
         """`folder`: place of recent vectors."""
