@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import RequestId
@@ -88,6 +90,13 @@ def make_requests(seed: int, count: int) -> list[Request]:
     num_blocks=st.sampled_from([12, 15, 18, 200]),
     budget=st.sampled_from([5, 17, 512]),
 )
+@example(  # two tokens differ by 1e-5 at the draw
+    kind="Llama",
+    seed=837,
+    actions=[("arrive", 4), ("arrive", 2), ("arrive", 3), ("arrive", 1)],
+    num_blocks=12,
+    budget=5,
+)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_arrivals_forks_preemptions_and_cancellations_change_no_token(
     folders: dict[str, Path], kind: str, seed: int, actions: list[tuple[str, int]], num_blocks: int, budget: int
@@ -108,7 +117,23 @@ def test_random_arrivals_forks_preemptions_and_cancellations_change_no_token(
     run.finish()
     for one in everyone:
         expected, ours = tokens_alone(folder, one), run.tokens[one.request_id]
-        assert ours == (expected if one.request_id in run.reasons else expected[: len(ours)])
+        expected = expected if one.request_id in run.reasons else expected[: len(ours)]
+        assert ours == expected or is_near_tie(folder, one, ours, expected)
+
+
+def is_near_tie(folder: Path, one: Request, ours: list[int], expected: list[int]) -> bool:
+    """Whether a draw first differs between two tokens whose order float32 cannot tell: it may depend on the batch."""
+    first = next((at for at, pair in enumerate(zip(ours, expected, strict=False)) if pair[0] != pair[1]), None)
+    if first is None or one.sampling.is_greedy:
+        return False
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = [token for segment in one.prompt.segments for token in segment.token_ids]
+    with torch.no_grad():
+        logits = oracle(torch.tensor([[*prompt, *ours[:first]]])).logits[0, -1]
+    biased = [
+        float(logits[token]) + one.sampling.logit_bias.get(token, 0.0) for token in (ours[first], expected[first])
+    ]
+    return abs(biased[0] - biased[1]) < 1e-4
 
 
 def test_prompt_is_computed_once_for_all_samples_and_its_blocks_are_shared(folder: Path) -> None:

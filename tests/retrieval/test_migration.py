@@ -21,7 +21,7 @@ from tests.retrieval.test_corpus import stored
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stillroom.retrieval.store import rows
+from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus import Corpus
 
 def dying(columns, at):
@@ -31,7 +31,7 @@ def dying(columns, at):
         yield column
     os.kill(os.getpid(), signal.SIGKILL)
 
-rows.ADDED_COLUMNS = dying(rows.ADDED_COLUMNS, int(sys.argv[2]))
+sql_rows.ADDED_COLUMNS = dying(sql_rows.ADDED_COLUMNS, int(sys.argv[2]))
 Corpus(Path(sys.argv[1]))
 """
 

@@ -25,7 +25,7 @@ from stillroom.models.loader import load_decoder
 from stillroom_bench.experiments.anywhere_engine import (
     Answers,
     Ask,
-    EngineFixture,
+    BenchEngine,
     PromptReply,
     agreement,
     build_fixture,
@@ -124,7 +124,7 @@ def run_anywhere(
 
 
 @contextmanager
-def _fixtures(decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path) -> Iterator[dict[str, EngineFixture]]:
+def _fixtures(decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path) -> Iterator[dict[str, BenchEngine]]:
     """Yield an engine per tier whose chunks are cached there, and an engine without reuse."""
     room = 4 * (options.prompt_tokens + 16 * (options.num_chunks + 2))
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
@@ -144,7 +144,7 @@ def _fixtures(decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path) -
 
 
 def _run(
-    fixture: EngineFixture,
+    fixture: BenchEngine,
     options: AnywhereBenchOptions,
     answers: Answers,
     name: str,

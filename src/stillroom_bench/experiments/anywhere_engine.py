@@ -75,7 +75,7 @@ def agreement(pairs: Sequence[tuple[PromptReply, PromptReply]]) -> dict[str, str
     return {"same first token": f"{first} of {len(pairs)}", f"same {ANSWER_TOKENS} tokens": f"{whole} of {len(pairs)}"}
 
 
-class EngineFixture:
+class BenchEngine:
     """An engine with its KV cache that answers one prompt at a time."""
 
     def __init__(self, engine: Engine, cache: KVCache) -> None:
@@ -128,7 +128,7 @@ def build_fixture(  # noqa: PLR0913  plain values, given once
     *,
     max_num_seqs: int = 32,
     profile: CostProfile | None = None,
-) -> EngineFixture:
+) -> BenchEngine:
     """Build an engine with device memory for `num_tokens` tokens of KV; without a cost profile it measures one."""
     runtime = RuntimeConfig(
         kv_bytes=num_tokens * kv_shape(decoder).bytes_per_token,
@@ -138,7 +138,7 @@ def build_fixture(  # noqa: PLR0913  plain values, given once
     engine, cache = build_engine(
         decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), profile=profile, kv_folder=folder
     )
-    return EngineFixture(engine, cache)
+    return BenchEngine(engine, cache)
 
 
 def cache_in_other_context(options: AnywhereBenchOptions, ask: Ask) -> None:

@@ -27,7 +27,7 @@ from stillroom.kvstore.files import record_paths
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom_bench.experiments.anywhere_engine import (
-    EngineFixture,
+    BenchEngine,
     build_fixture,
     cache_in_other_context,
     question,
@@ -127,7 +127,7 @@ def _name(moment: Moment, place: Place, way: Way) -> str:
 @contextmanager
 def _fixtures(
     decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path
-) -> Iterator[Mapping[tuple[Way, Tier], EngineFixture]]:
+) -> Iterator[Mapping[tuple[Way, Tier], BenchEngine]]:
     """Yield an engine per way and tier that the device evicts to. One request runs at a time."""
     room = 4 * (options.prompt_tokens + 16 * (options.num_chunks + 2))
     fixtures = {}
@@ -155,9 +155,7 @@ def _fixtures(
         yield fixtures
 
 
-def _ask(
-    fixture: EngineFixture, options: AnywhereBenchOptions, place: Place, moment: Moment
-) -> Callable[[int], Metrics]:
+def _ask(fixture: BenchEngine, options: AnywhereBenchOptions, place: Place, moment: Moment) -> Callable[[int], Metrics]:
     def run(repetition: int) -> Metrics:
         prompt = shuffled_prompt(options, repetition)
         if place.tier is not Tier.DEVICE:
@@ -179,7 +177,7 @@ def _ask(
     return run
 
 
-def _drop_page_cache(fixture: EngineFixture) -> None:
+def _drop_page_cache(fixture: BenchEngine) -> None:
     """Drop the records from the operating system's page cache, if the system supports it (Linux)."""
     assert fixture.cache.tiers is not None and fixture.cache.tiers.disk is not None
     for path in record_paths(fixture.cache.tiers.disk.folder):

@@ -17,6 +17,6 @@ def test_trace_is_measured_and_saved(run: Run) -> None:
 
 def test_invalid_traces_are_refused(run: Run) -> None:
     Path("rag.json").write_text("{}")
-    for flags, words in ((["rag.json"], "not a trace with"), (["none.json"], "does not exist")):
+    for flags, words in ((["rag.json"], "is not a trace: it needs"), (["none.json"], "does not exist")):
         result = run("bench", "savings", "--trace", *flags)
         assert result.code == 2 and words in result.err
