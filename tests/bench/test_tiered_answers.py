@@ -37,6 +37,7 @@ def profile(questions: SkewedQuestions, tmp_path_factory: pytest.TempPathFactory
     return measure_profile(lists, questions.draw(200, -2), SCOPE.nprobe, tmp_path_factory.mktemp("disk"), effort)
 
 
+@pytest.mark.slow  # a model behind a search, for each division
 def test_every_division_is_measured_with_and_without_the_dispatcher(tmp_path: Path) -> None:
     asked = TieredAnswersOptions(slos=(1.0001, 1e6), num_requests=6, num_warm=4, num_documents=40)
 
@@ -55,6 +56,7 @@ def test_every_division_is_measured_with_and_without_the_dispatcher(tmp_path: Pa
     assert not list(tmp_path.glob("*.ivf"))
 
 
+@pytest.mark.slow  # measures a profile
 def test_tighter_target_needs_at_least_as_many_lists_in_ram(profile: SearchProfile) -> None:
     rate = 0.5 / float(np.max(profile.model.times.scan_seconds))
     counts = []
