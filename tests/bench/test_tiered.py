@@ -6,7 +6,7 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.experiment_options import TieredOptions
-from stillroom_bench.experiments.tiered_index import SKEWS, run_tiered
+from stillroom_bench.experiments.tiered_throughput import SKEWS, run_tiered
 
 
 def test_every_arm_is_measured(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stillroom_bench.experiments.tiered_answers import (
     plan_for,
     run_answers,
 )
-from stillroom_bench.experiments.tiered_index import SkewedQuestions, made_lists
+from stillroom_bench.experiments.tiered_throughput import SkewedQuestions, made_lists
 from stillroom_bench.quality.runtime import Shape
 
 SCOPE = TieredOptions(size=8000, nlist=64, nprobe=4, repeat=2)

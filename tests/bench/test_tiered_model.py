@@ -6,8 +6,8 @@ import pytest
 
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.experiment_options import TieredOptions
-from stillroom_bench.experiments.tiered_index import SKEWS
 from stillroom_bench.experiments.tiered_model import PREDICTORS, run_prediction, summary
+from stillroom_bench.experiments.tiered_throughput import SKEWS
 
 
 @pytest.mark.slow  # half a minute

@@ -222,4 +222,4 @@ def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":
 
         predicted = chosen if call.is_given("batch_sizes") else replace(chosen, batch_sizes=BATCH_SIZES)
         return imported("experiments.tiered_model:run_prediction")(predicted, call.work_dir, call.say)
-    return imported("experiments.tiered_index:run_tiered")(chosen, call.work_dir, call.say)
+    return imported("experiments.tiered_throughput:run_tiered")(chosen, call.work_dir, call.say)

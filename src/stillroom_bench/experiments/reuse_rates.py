@@ -23,7 +23,7 @@ from stillroom.planner.simulation.stepped_engine import Prompt
 from stillroom_bench.experiments.experiment_options import ARMS, OFF, ReuseOptions, TieredOptions
 from stillroom_bench.experiments.reuse_figures import UNLOADED, Figures, LoadCell
 from stillroom_bench.experiments.reuse_worker import PEERS
-from stillroom_bench.experiments.tiered_index import made_lists
+from stillroom_bench.experiments.tiered_throughput import made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import Environment, record_environment
 from stillroom_bench.instrument.option_flags import named_pythons

@@ -27,7 +27,7 @@ from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, write_bare
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_search import Asked, Searched
-from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, check_options, made_lists
+from stillroom_bench.experiments.tiered_throughput import SKEWS, SkewedQuestions, check_options, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms

@@ -21,7 +21,7 @@ import numpy as np
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from stillroom_bench.experiments.experiment_options import TieredOptions
-from stillroom_bench.experiments.tiered_index import SKEWS, SkewedQuestions, check_options, made_lists
+from stillroom_bench.experiments.tiered_throughput import SKEWS, SkewedQuestions, check_options, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms

@@ -26,7 +26,13 @@ from stillroom.retrieval.tiers.search_model import (
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 from stillroom_bench.experiments.experiment_options import TieredOptions
-from stillroom_bench.experiments.tiered_index import SKEWS, DividedBench, SkewedQuestions, check_options, made_lists
+from stillroom_bench.experiments.tiered_throughput import (
+    SKEWS,
+    DividedBench,
+    SkewedQuestions,
+    check_options,
+    made_lists,
+)
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples, run_arms

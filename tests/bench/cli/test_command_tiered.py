@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stillroom_bench.experiments import tiered_answers, tiered_drift, tiered_index, tiered_model
+from stillroom_bench.experiments import tiered_answers, tiered_drift, tiered_model, tiered_throughput
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_drift import DriftOptions
 from stillroom_bench.instrument.bench_report import BenchResult
@@ -25,7 +25,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         monkeypatch.setattr(module, name, run)
 
-    fake(tiered_index, "run_tiered")
+    fake(tiered_throughput, "run_tiered")
     fake(tiered_answers, "run_answers")
     fake(tiered_drift, "run_drift")
     fake(tiered_model, "run_prediction")

@@ -8,7 +8,7 @@ import pytest
 from stillroom.retrieval.tiers.division import hottest_in_ram
 from stillroom.retrieval.tiers.search_profile import Effort, measure_device, measure_profile
 from stillroom_bench.experiments.experiment_options import TieredOptions
-from stillroom_bench.experiments.tiered_index import made_lists
+from stillroom_bench.experiments.tiered_throughput import made_lists
 
 SCOPE = TieredOptions(size=8000, nlist=64, nprobe=8)
 
