@@ -313,7 +313,7 @@ def test_run_measures_every_arm_and_omits_a_broken_peer(tmp_path: Path) -> None:
     assert {name.rpartition("/")[0] for name in result.samples.values} == groups
     assert {name.rpartition("/")[2] for name in result.samples.values} == set(DEFAULT_ARMS)
     assert all(len(metrics[METRIC]) == len(metrics[PER_TOKEN]) == 3 for metrics in result.samples.values.values())
-    assert result.parameters["arrivals"] == "trace.jsonl"
+    assert result.parameters["arrivals"] == "trace.jsonl" and result.parameters["peers"] == ["vllm"]
     assert result.ratio("mmlu, k=2, one after the other/lru", METRIC) is not None
     assert any(note.startswith("vllm: left out") for note in result.notes)
     assert [row["arm"] for row in result.tables["sustained requests per second"]] == list(DEFAULT_ARMS)

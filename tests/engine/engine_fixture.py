@@ -7,7 +7,7 @@ from typing import Any
 
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.local import build_engine
-from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -156,3 +156,28 @@ def damage(folder: Path, randomness: random.Random) -> None:
     else:
         content[randomness.randrange(len(content))] ^= 1 << randomness.randrange(8)
     path.write_bytes(content)
+
+
+def anywhere_fixture(
+    decoder: Decoder,
+    folder: Path | None = None,
+    *,
+    ratio: float = 0.3,
+    selector: TokenSelector = "question",
+    blocks: int = 60,
+    host_tokens: int = 400,
+    **changes: Any,
+) -> EngineFixture:
+    """Return an engine that places chunks from copies of other positions, wherever it has one."""
+    return EngineFixture(
+        decoder,
+        folder,
+        blocks=blocks,
+        host_tokens=host_tokens,
+        disk_records=60,
+        mode="anywhere",
+        load="always",  # with a ratio of 1 placing saves nothing
+        recompute_ratio=ratio,
+        token_selector=selector,
+        **changes,
+    )

@@ -9,68 +9,24 @@ import random
 import shutil
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 
-from stillroom.backends.assembly import kv_shape
 from stillroom.config.settings import TokenSelector
-from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
-from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
-from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
-from stillroom.models.packed import PackedInput
-from stillroom.ops.attention import AttentionSpan
-from stillroom.ops.attention_mass import attention_weights_reference
-from tests.engine.engine_fixture import BLOCK, EngineFixture, Oracle, damage, question, without
-from tests.fakes import random_checkpoint
-
-
-@pytest.fixture(scope="module")
-def long_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2, max_position_embeddings=2048)
-    return load_decoder(path, device="cpu", dtype="float32")
+from tests.engine.engine_fixture import EngineFixture, Oracle, anywhere_fixture, damage, question, without
 
 
 @pytest.fixture(scope="module")
 def oracle(decoder: Decoder) -> Oracle:
     return Oracle(decoder)
-
-
-def new_fixture(
-    decoder: Decoder,
-    folder: Path | None = None,
-    *,
-    ratio: float = 0.3,
-    selector: TokenSelector = "question",
-    blocks: int = 60,
-    host_tokens: int = 400,
-    **changes: Any,
-) -> EngineFixture:
-    return EngineFixture(
-        decoder,
-        folder,
-        blocks=blocks,
-        host_tokens=host_tokens,
-        disk_records=60,
-        mode="anywhere",
-        load="always",  # with a ratio of 1 placing saves nothing
-        recompute_ratio=ratio,
-        token_selector=selector,
-        **changes,
-    )
 
 
 ORDERS = [(1, 2, 3), (3, 1, 2), (2, 3), (4, 3, 2, 1), (1, 4, 5, 2)]
@@ -80,7 +36,7 @@ ORDERS = [(1, 2, 3), (3, 1, 2), (2, 3), (4, 3, 2, 1), (1, 4, 5, 2)]
 def test_tokens_equal_a_full_prefill_when_everything_is_recomputed(
     decoder: Decoder, oracle: Oracle, selector: TokenSelector
 ) -> None:
-    fixture = new_fixture(decoder, ratio=1.0, selector=selector)
+    fixture = anywhere_fixture(decoder, ratio=1.0, selector=selector)
     for number, documents in enumerate(ORDERS):
         one = question(f"r{number}", *documents)
         tokens, reuse = fixture.run(one)
@@ -93,7 +49,7 @@ def test_tokens_equal_a_full_prefill_when_everything_is_recomputed(
 
 def test_logits_equal_a_full_prefill_when_everything_is_recomputed(decoder: Decoder) -> None:
     sampling = SamplingParams(max_tokens=4, logprobs=5)
-    fixture, off = new_fixture(decoder, ratio=1.0), EngineFixture(decoder, None, mode="off")
+    fixture, off = anywhere_fixture(decoder, ratio=1.0), EngineFixture(decoder, None, mode="off")
     fixture.run(question("before", 1, 2, 3))
     found = []
     for one in (fixture, off):
@@ -109,7 +65,7 @@ def test_logits_equal_a_full_prefill_when_everything_is_recomputed(decoder: Deco
 
 
 def test_unchanged_prefix_is_exact_at_any_ratio(decoder: Decoder, oracle: Oracle) -> None:
-    fixture = new_fixture(decoder, ratio=0.0)
+    fixture = anywhere_fixture(decoder, ratio=0.0)
     fixture.run(question("a", 1, 2, 3))
     tokens, reuse = fixture.run(question("b", 1, 2, 3))
     assert tokens == oracle.answer(question("b", 1, 2, 3))
@@ -117,7 +73,7 @@ def test_unchanged_prefix_is_exact_at_any_ratio(decoder: Decoder, oracle: Oracle
 
 
 def test_moved_documents_are_placed_and_a_share_is_recomputed(decoder: Decoder) -> None:
-    fixture = new_fixture(decoder, ratio=0.25)
+    fixture = anywhere_fixture(decoder, ratio=0.25)
     fixture.run(question("a", 1, 2, 3))
     before = fixture.num_computed
     _, reuse = fixture.run(question("b", 2, 3, max_tokens=1))
@@ -133,7 +89,7 @@ def test_moved_documents_are_placed_and_a_share_is_recomputed(decoder: Decoder) 
 
 
 def test_without_recompute_there_is_no_query_pass(decoder: Decoder) -> None:
-    fixture = new_fixture(decoder, ratio=0.0)
+    fixture = anywhere_fixture(decoder, ratio=0.0)
     fixture.run(question("a", 1, 2))
     before = fixture.num_computed
     fixture.run(question("b", 2, 1, max_tokens=1))
@@ -144,7 +100,7 @@ def test_key_of_a_copy_without_path_includes_its_position(decoder: Decoder) -> N
     """Otherwise a reader that knows an earlier record of the same key would rotate its keys from the wrong position."""
     names = {}
     for documents in ((2, 5), (2, 1, 5)):
-        fixture = new_fixture(decoder)
+        fixture = anywhere_fixture(decoder)
         fixture.run(question("a", 1, 2))
         fixture.run(question("b", *documents))
         (node,) = [node for node in fixture.tree if node.chunk_id == 5]
@@ -154,7 +110,7 @@ def test_key_of_a_copy_without_path_includes_its_position(decoder: Decoder) -> N
 
 
 def test_placed_kv_is_never_used_as_exact(decoder: Decoder, oracle: Oracle) -> None:
-    fixture = new_fixture(decoder, ratio=0.0)
+    fixture = anywhere_fixture(decoder, ratio=0.0)
     fixture.run(question("a", 1, 2))
     fixture.run(question("b", 2, 1))
     fixture.cache.manager.allow_anywhere(None)
@@ -165,7 +121,7 @@ def test_placed_kv_is_never_used_as_exact(decoder: Decoder, oracle: Oracle) -> N
 
 
 def test_chunk_computed_after_placed_chunks_is_kept_for_placing_only(decoder: Decoder, oracle: Oracle) -> None:
-    fixture = new_fixture(decoder, ratio=0.2)
+    fixture = anywhere_fixture(decoder, ratio=0.2)
     fixture.run(question("a", 1))
     fixture.run(question("b", 2, 1))  # 2 is first, and exact
     fixture.run(question("c", 1, 2))  # 1 is exact
@@ -180,7 +136,7 @@ def test_chunk_computed_after_placed_chunks_is_kept_for_placing_only(decoder: De
 
 
 def test_kv_used_by_a_running_request_is_not_evictable(decoder: Decoder) -> None:
-    fixture = new_fixture(decoder, ratio=0.0)
+    fixture = anywhere_fixture(decoder, ratio=0.0)
     fixture.run(question("a", 1))
     fixture.run(question("b", 2, 1))
     one = question("c", 1, 2, 5)
@@ -195,7 +151,7 @@ def test_kv_used_by_a_running_request_is_not_evictable(decoder: Decoder) -> None
 
 def test_number_of_copies_is_bounded_by_the_number_of_documents(decoder: Decoder) -> None:
     """In any order: placed chunks store no further copies."""
-    fixture = new_fixture(decoder, ratio=0.1, blocks=200)
+    fixture = anywhere_fixture(decoder, ratio=0.1, blocks=200)
     randomness = random.Random(3)
     for number in range(60):
         documents = randomness.sample(range(6), 3)
@@ -204,7 +160,7 @@ def test_number_of_copies_is_bounded_by_the_number_of_documents(decoder: Decoder
 
 
 def test_tenants_never_place_kv_of_each_other(decoder: Decoder) -> None:
-    fixture = new_fixture(decoder)
+    fixture = anywhere_fixture(decoder)
     fixture.run(replace(question("a", 1, 2), cache_salt="one"))
     _, other = fixture.run(replace(question("b", 2, 1), cache_salt="two"))
     _, same = fixture.run(replace(question("c", 2, 1), cache_salt="one"))
@@ -216,24 +172,24 @@ def test_tenants_never_place_kv_of_each_other(decoder: Decoder) -> None:
 
 
 def test_warm_start_places_from_disk(decoder: Decoder, tmp_path: Path) -> None:
-    first = new_fixture(decoder, tmp_path)
+    first = anywhere_fixture(decoder, tmp_path)
     first.run(question("a", 1, 2))
     first.run(question("b", 2, 5))  # 5 follows a placed chunk
     first.cache.close()
-    second = new_fixture(decoder, tmp_path)
+    second = anywhere_fixture(decoder, tmp_path)
     _, reuse = second.run(question("c", 5, 1))
     assert [(segment.reason, segment.source) for segment in reuse.segments[1:3]] == [(Reason.ANYWHERE, Tier.DISK)] * 2
 
 
 def test_copies_to_be_placed_are_prefetched(decoder: Decoder, tmp_path: Path) -> None:
-    first = new_fixture(decoder, tmp_path, ratio=0.2)
+    first = anywhere_fixture(decoder, tmp_path, ratio=0.2)
     first.run(question("a", 1, 2))
     first.cache.close()
     answers = []
     for folder in ("with", "without"):
         shutil.copytree(tmp_path, tmp_path.parent / folder)
         prefetch_bytes = 2**20 if folder == "with" else 0
-        fixture = new_fixture(decoder, tmp_path.parent / folder, ratio=0.2, prefetch_bytes=prefetch_bytes)
+        fixture = anywhere_fixture(decoder, tmp_path.parent / folder, ratio=0.2, prefetch_bytes=prefetch_bytes)
         answers.append(fixture.run(question("b", 2, 1)))
         assert fixture.cache.tiers is not None
         prefetch = fixture.cache.tiers.stats.prefetch
@@ -243,7 +199,7 @@ def test_copies_to_be_placed_are_prefetched(decoder: Decoder, tmp_path: Path) ->
 
 
 def test_damaged_copy_is_recomputed(decoder: Decoder, oracle: Oracle, tmp_path: Path) -> None:
-    first = new_fixture(decoder, tmp_path)
+    first = anywhere_fixture(decoder, tmp_path)
     first.run(question("a", 1, 2))
     first.cache.close()
     for path in tmp_path.rglob("*.kv"):
@@ -251,7 +207,7 @@ def test_damaged_copy_is_recomputed(decoder: Decoder, oracle: Oracle, tmp_path: 
         content[-20] ^= 1
         path.write_bytes(content)
     one = question("b", 2, 1)
-    second = new_fixture(decoder, tmp_path, ratio=0.0)
+    second = anywhere_fixture(decoder, tmp_path, ratio=0.0)
     tokens, reuse = second.run(one)
     assert tokens == oracle.answer(one)
     assert reuse.num_cached_tokens == 0 and not list(tmp_path.rglob("*.kv"))
@@ -259,14 +215,14 @@ def test_damaged_copy_is_recomputed(decoder: Decoder, oracle: Oracle, tmp_path: 
 
 def test_path_above_a_placed_copy_is_not_evicted_for_it(decoder: Decoder) -> None:
     """The pool has blocks for the copies or for their sources' path, and nothing else can be evicted."""
-    fixture = new_fixture(decoder, ratio=0.0, blocks=10)
+    fixture = anywhere_fixture(decoder, ratio=0.0, blocks=10)
     fixture.run(question("a", 1, 2, 3))
     tokens, reuse = fixture.run(question("b", 3, 4, max_tokens=2))
     assert len(tokens) == 2 and not reuse.has_placed
 
 
 def test_edited_document_drops_its_own_copies(decoder: Decoder) -> None:
-    fixture = new_fixture(decoder, ratio=0.0)
+    fixture = anywhere_fixture(decoder, ratio=0.0)
     fixture.run(question("a", 1, 2))
     fixture.run(question("b", 2, 5))
     fixture.engine.scheduler.forget_chunks(partial(without, ChunkId(5)))
@@ -276,7 +232,7 @@ def test_edited_document_drops_its_own_copies(decoder: Decoder) -> None:
 
 def test_preempted_request_reports_its_last_placements(decoder: Decoder) -> None:
     """A document is removed while a request runs, and then the request is preempted."""
-    fixture = new_fixture(decoder, ratio=0.3)
+    fixture = anywhere_fixture(decoder, ratio=0.3)
     fixture.run(question("a", 1, 2, 3))
     one = question("b", 3, 2, 1)
     fixture.submit(one)
@@ -290,7 +246,7 @@ def test_preempted_request_reports_its_last_placements(decoder: Decoder) -> None
 
 
 def test_samples_share_a_recomputed_prompt(decoder: Decoder, oracle: Oracle) -> None:
-    fixture = new_fixture(decoder, ratio=1.0)
+    fixture = anywhere_fixture(decoder, ratio=1.0)
     fixture.run(question("a", 1, 2, 3))
     group = [question(name, 3, 2, 1) for name in ("b", "b/1", "b/2")]
     fixture.submit(*group)
@@ -299,7 +255,7 @@ def test_samples_share_a_recomputed_prompt(decoder: Decoder, oracle: Oracle) -> 
 
 
 def test_sample_continues_the_recompute_of_a_cancelled_leader(decoder: Decoder, oracle: Oracle) -> None:
-    fixture = new_fixture(decoder, ratio=1.0)
+    fixture = anywhere_fixture(decoder, ratio=1.0)
     fixture.run(question("a", 1, 2, 3, 4))
     group = [question(name, 4, 3, 2, 1) for name in ("b", "b/1")]
     fixture.submit(*group)
@@ -320,135 +276,8 @@ def disturb(fixture: EngineFixture, folder: Path, randomness: random.Random) -> 
         fixture.engine.do_idle_work()
 
 
-def slow_masses(decoder: Decoder, token_ids: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
-    """Return attention [tokens, tokens] of a whole prompt, mean over heads and layers, from explicit weights."""
-    total = torch.zeros(len(token_ids), len(token_ids), dtype=torch.float64)
-
-    class WholeMatrix:
-        def observe(self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, *limits: object) -> None:
-            weights_HQK = attention_weights_reference(q_THD, k_SGD[slots], scale)
-            total.add_(weights_HQK.mean(0) / decoder.spec.num_layers)
-
-    store = DeviceStore(kv_shape(decoder), 20, BLOCK, torch.device("cpu"))
-    numbers = torch.arange(len(token_ids))
-    span = AttentionSpan(0, len(token_ids), slots, len(token_ids))
-    packed = PackedInput(torch.tensor(token_ids), numbers, slots, [span], [len(token_ids) - 1])
-    decoder.hidden_states(packed, store.layer, WholeMatrix())
-    return total
-
-
-def test_attention_mass_between_chunks_is_measured_when_they_are_computed(decoder: Decoder) -> None:
-    """In pieces of 33 tokens, in steps with another prompt; Equations 3, 4 and 14 from whole attention matrices."""
-    fixture = new_fixture(decoder, selector="context")
-    one = question("a", 1, 2, 3, 4)
-    fixture.submit(question("other", 7, 8))
-    fixture.submit(one)
-    fixture.finish()
-    ids = one.prompt.token_ids
-    paid_TT = slow_masses(decoder, ids, torch.randperm(100, generator=torch.Generator().manual_seed(0))[: len(ids)])
-    start = 5
-    starts = [5]
-    for document, length in ((1, 8), (2, 13), (3, 18), (4, 6)):
-        (node,) = [node for node in fixture.tree if node.chunk_id == document]
-        mass = node.mass
-        assert (node.first_position, node.num_tokens) == (start, length) and mass is not None
-        own_TT = paid_TT[start : start + length]
-        assert mass.token_inter is not None and mass.received is not None
-        close(mass.token_inter, own_TT[:, 5:start].sum(1))
-        assert mass.intra == pytest.approx(float(own_TT[:, start : start + length].tril(-1).sum()), rel=1e-3)
-        assert mass.prefix_lengths == tuple(end - first for first, end in pairwise(starts))
-        inter = [own_TT[:, first:end].sum() for first, end in pairwise(starts)]
-        close(mass.inter, torch.tensor(inter, dtype=torch.float64))
-        start += length
-        starts.append(start)
-
-
-def close(found: NDArray[np.float32], wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(torch.from_numpy(found), wanted.float(), rtol=1e-3, atol=1e-5)
-
-
-def test_sampled_attention_mass_is_accurate_and_survives_a_restart(decoder: Decoder, tmp_path: Path) -> None:
-    fixture = new_fixture(decoder, tmp_path)
-    fixture.run(question("a", 1, 2, 3))
-    masses = {node.key: node.mass for node in fixture.tree}
-    for node in fixture.tree:
-        if node.chunk_id is None:
-            assert node.mass is None
-            continue
-        assert node.mass is not None and node.mass.token_inter is None
-        assert len(node.mass.prefix) == node.chunk_id - 1 and node.mass.intra > 0
-        assert all(node.mass.inter > 0) and 0.5 <= node.mass.impact < 1
-    fixture.cache.close()
-    again = new_fixture(decoder, tmp_path)
-    for node in again.tree:
-        before = masses[node.key]
-        assert (node.mass is None) == (before is None)
-        assert node.mass is None or before is None or node.mass.impact == pytest.approx(before.impact)
-
-
-LONG = tuple(10 + i * i % 280 for i in range(1000))
-
-
-def chosen_again(fixture: EngineFixture, *documents: int) -> list[int]:
-    """Ask about the documents (0: one of 1,000 tokens); returns the positions that were computed.
-
-    Precondition: the pool has blocks for all of them.
-    """
-    one = question("-".join(map(str, documents)), *documents)
-    segments = tuple(
-        replace(segment, token_ids=LONG) if segment.chunk_id == 0 else segment for segment in one.prompt.segments
-    )
-    positions: list[int] = []
-    execute = fixture.engine.runner.execute
-
-    def observed(batch: Batch) -> StepResult:
-        for scheduled in batch.sequences:
-            if scheduled.positions is not None and not scheduled.is_query_pass:
-                positions.extend(scheduled.positions.tolist())
-        return execute(batch)
-
-    fixture.engine.runner.execute = observed  # type: ignore[method-assign]
-    _, reuse = fixture.run(replace(one, prompt=SegmentedPrompt(segments)))
-    fixture.engine.runner.execute = execute  # type: ignore[method-assign]
-    assert reuse.has_placed is (documents[0] == 0)
-    return positions
-
-
-def test_selected_tokens_of_a_long_document_are_the_same_after_a_restart(long_decoder: Decoder, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"blocks": 400, "host_tokens": 3000, "disk_records": 300}
-    settings: dict[str, Any] = {"mode": "anywhere", "load": "always", "token_selector": "context"}
-    stays = EngineFixture(long_decoder, None, **sizes, **settings)
-    chosen_again(stays, 1, 0)
-    wanted = chosen_again(stays, 0, 1)
-    closes = EngineFixture(long_decoder, tmp_path, **sizes, **settings)
-    chosen_again(closes, 1, 0)
-    closes.cache.close()
-    assert chosen_again(EngineFixture(long_decoder, tmp_path, **sizes, **settings), 0, 1) == wanted
-    assert not set(range(5, 5 + 150)) <= set(wanted), "more than the first tokens"
-
-
-@pytest.mark.parametrize("selector", ["context", "received"])
-def test_copy_without_attention_mass_is_recomputed_if_the_selector_needs_it(
-    decoder: Decoder, oracle: Oracle, tmp_path: Path, selector: TokenSelector
-) -> None:
-    sampled = new_fixture(decoder, tmp_path, selector="question")
-    sampled.run(question("a", 1, 2, 3))
-    sampled.cache.close()
-    fixture = new_fixture(decoder, tmp_path, selector=selector)
-    tokens, reuse = fixture.run(question("b", 3, 2, 1))
-    assert not reuse.has_placed and tokens == oracle.answer(question("b", 3, 2, 1))
-    _, reuse = fixture.run(question("c", 2, 1, 3))
-    assert reuse.has_placed, "from the copies with attention mass"
-
-
-def test_no_attention_mass_is_measured_without_placing(decoder: Decoder) -> None:
-    fixture = EngineFixture(decoder, None, mode="exact")
-    fixture.run(question("a", 1, 2))
-    assert all(node.mass is None for node in fixture.tree)
-
-
 def test_report_names_the_placed_copy(decoder: Decoder) -> None:
-    fixture = new_fixture(decoder, ratio=0.25)
+    fixture = anywhere_fixture(decoder, ratio=0.25)
     fixture.run(question("a", 1, 2, 3))
     _, reuse = fixture.run(question("b", 2, 3))
     _, two, three, _ = (segment.variant for segment in reuse.segments)
@@ -462,7 +291,7 @@ def test_report_names_the_placed_copy(decoder: Decoder) -> None:
 
 def test_recompute_budget_follows_the_context(decoder: Decoder) -> None:
     """CFO instead of one ratio: the more of its old context precedes a chunk again, the less is recomputed."""
-    fixture = new_fixture(decoder, ratio=0.5)
+    fixture = anywhere_fixture(decoder, ratio=0.5)
     fixture.run(question("a", 1, 2, 3))
     fixture.cache.manager.allow_anywhere(AnywhereOptions(0.5, "first", alpha=1.0))
     _, reuse = fixture.run(question("b", 2, 3))
@@ -476,7 +305,7 @@ def test_recompute_budget_follows_the_context(decoder: Decoder) -> None:
 
 def test_deviation_pass_selects_tokens_whose_context_changed(decoder: Decoder) -> None:
     """CacheBlend: only tokens whose context changed differ in the second layer, and some of these are recomputed."""
-    fixture = new_fixture(decoder, ratio=0.25, selector="deviation")
+    fixture = anywhere_fixture(decoder, ratio=0.25, selector="deviation")
     fixture.run(question("a", 1, 2, 3))
     before = fixture.num_computed
     _, reuse = fixture.run(question("b", 2, 3, max_tokens=1))
@@ -490,7 +319,7 @@ def test_deviation_pass_ignores_uninitialised_slots(decoder: Decoder) -> None:
     """Device memory may hold any values, NaN too, before it is written."""
     found = []
     for garbage in (0.0, float("nan"), 3e38):
-        fixture = new_fixture(decoder, ratio=0.25, selector="deviation")
+        fixture = anywhere_fixture(decoder, ratio=0.25, selector="deviation")
         for kv in (fixture.cache.device.k_LSGD, fixture.cache.device.v_LSGD):
             kv.fill_(garbage)
         fixture.run(question("a", 1, 2, 3))
@@ -503,7 +332,7 @@ def test_deviation_pass_ignores_uninitialised_slots(decoder: Decoder) -> None:
 
 def test_answers_are_wrong_without_rerotated_keys(decoder: Decoder, oracle: Oracle) -> None:
     """Cache-Craft's Table 3: without recompute, the exact answer needs rerotated keys."""
-    fixture = new_fixture(decoder, ratio=0.0)
+    fixture = anywhere_fixture(decoder, ratio=0.0)
     fixture.run(question("a", 1))
     scores = {}
     for rotates_keys in (True, False):
@@ -518,7 +347,7 @@ def test_answers_are_wrong_without_rerotated_keys(decoder: Decoder, oracle: Orac
 
 def soak(decoder: Decoder, oracle: Oracle, folder: Path, num_requests: int, seed: int) -> EngineFixture:
     """Run a soak in which modes, ratios and selectors change at any time, also while requests run."""
-    randomness, fixture = random.Random(seed), new_fixture(decoder, folder, blocks=45)
+    randomness, fixture = random.Random(seed), anywhere_fixture(decoder, folder, blocks=45)
     alive: dict[RequestId, Request] = {}
     number = num_exact = 0
     while number < num_requests or fixture.engine.has_work:
@@ -570,7 +399,7 @@ def test_soak_through_all_modes(decoder: Decoder, oracle: Oracle, tmp_path: Path
 def test_layer_preloading_changes_no_result(decoder: Decoder, tmp_path: Path) -> None:
     """The same traffic through two engines with tiny tiers: placements, loads, evictions, preemptions and aborts."""
     fixtures = [
-        new_fixture(decoder, tmp_path / name, blocks=30, host_tokens=40, prefetch_bytes=num_bytes, preload=preload)
+        anywhere_fixture(decoder, tmp_path / name, blocks=30, host_tokens=40, prefetch_bytes=num_bytes, preload=preload)
         for name, num_bytes, preload in (("at once", 0, "off"), ("ahead", 2**14, "layers"))
     ]
     randomness, num_requests = random.Random(4), 100
@@ -606,7 +435,7 @@ def test_layer_preloading_changes_no_result(decoder: Decoder, tmp_path: Path) ->
 def test_copy_that_fails_during_preloading_is_recomputed(
     decoder: Decoder, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fixture = new_fixture(decoder, ratio=0.0, preload="layers")
+    fixture = anywhere_fixture(decoder, ratio=0.0, preload="layers")
     fixture.run(question("a", 1, 2))
 
     def fails(*_: object) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from stillroom.cli.options import help_text
 from stillroom.errors import UsageError
-from stillroom_bench.cli.flags import Call, add_command, imported
+from stillroom_bench.cli.flags import Call, add_command
 from stillroom_bench.experiments import experiment_options as options
 
 if TYPE_CHECKING:
@@ -156,45 +156,64 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
 
 
 def _reuse(chosen: options.ReuseOptions, call: Call) -> "BenchResult":
-    return imported("experiments.reuse_rates:run_reuse")(chosen, call.work_dir, on_progress=call.say)
+    from stillroom_bench.experiments.reuse_rates import run_reuse
+
+    return run_reuse(chosen, call.work_dir, on_progress=call.say)
 
 
 def _anywhere(chosen: options.AnywhereBenchOptions, call: Call) -> "BenchResult":
     call.work_dir.mkdir(parents=True, exist_ok=True)
-    return imported("experiments.anywhere:run_anywhere")(chosen, call.work_dir, on_progress=call.say)
+    from stillroom_bench.experiments.anywhere import run_anywhere
+
+    return run_anywhere(chosen, call.work_dir, on_progress=call.say)
 
 
 def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":
     call.work_dir.mkdir(parents=True, exist_ok=True)
-    return imported("experiments.preloading:run_preloading")(chosen.as_anywhere(), call.work_dir, on_progress=call.say)
+    from stillroom_bench.experiments.preloading import run_preloading
+
+    return run_preloading(chosen.as_anywhere(), call.work_dir, on_progress=call.say)
 
 
 def _policies(chosen: options.PoliciesOptions, call: Call) -> "BenchResult":
-    return imported("experiments.policies:run_policies")(chosen, call.say)
+    from stillroom_bench.experiments.policies import run_policies
+
+    return run_policies(chosen, call.say)
 
 
 def _structures(chosen: options.StructuresOptions, call: Call) -> "BenchResult":
-    return imported("experiments.structures:run_structures")(chosen, call.say_run)
+    from stillroom_bench.experiments.structures import run_structures
+
+    return run_structures(chosen, call.say_run)
 
 
 def _convergence(chosen: options.ConvergenceOptions, call: Call) -> "BenchResult":
-    return imported("experiments.convergence:run_convergence")(chosen, call.work_dir, call.say)
+    from stillroom_bench.experiments.convergence import run_convergence
+
+    return run_convergence(chosen, call.work_dir, call.say)
 
 
 def _speculation(chosen: options.SpeculationOptions, call: Call) -> "BenchResult":
-    return imported("experiments.speculative_prefill:run_speculation")(chosen, call.work_dir, on_progress=call.say)
+    from stillroom_bench.experiments.speculative_prefill import run_speculation
+
+    return run_speculation(chosen, call.work_dir, on_progress=call.say)
 
 
 def _reordering(chosen: options.ReorderingOptions, call: Call) -> "BenchResult":
-    return imported("experiments.reordering:run_reordering")(chosen, call.work_dir, on_progress=call.say)
+    from stillroom_bench.experiments.reordering import run_reordering
+
+    return run_reordering(chosen, call.work_dir, on_progress=call.say)
 
 
 def _simulate(chosen: options.SimulateOptions, call: Call) -> "BenchResult":
     if not chosen.validate:
-        return imported("experiments.simulate:run_simulate")(chosen, call.say)
+        from stillroom_bench.experiments.simulate import run_simulate
+
+        return run_simulate(chosen, call.say)
     call.refuse_unused("with --validate", "experiments", "num_requests", "num_warm", "num_documents", "companions")
-    run = imported("experiments.simulate_validation:run_validation")
-    return run(call.work_dir, seed=chosen.seed, on_progress=call.say)
+    from stillroom_bench.experiments.simulate_validation import run_validation
+
+    return run_validation(call.work_dir, seed=chosen.seed, on_progress=call.say)
 
 
 def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":
@@ -221,5 +240,9 @@ def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":
         from stillroom.retrieval.tiers.search_profile import BATCH_SIZES
 
         predicted = chosen if call.is_given("batch_sizes") else replace(chosen, batch_sizes=BATCH_SIZES)
-        return imported("experiments.tiered_model:run_prediction")(predicted, call.work_dir, call.say)
-    return imported("experiments.tiered_throughput:run_tiered")(chosen, call.work_dir, call.say)
+        from stillroom_bench.experiments.tiered_model import run_prediction
+
+        return run_prediction(predicted, call.work_dir, call.say)
+    from stillroom_bench.experiments.tiered_throughput import run_tiered
+
+    return run_tiered(chosen, call.work_dir, call.say)

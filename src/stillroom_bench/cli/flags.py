@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -192,14 +191,3 @@ def distinct(values: list[Any] | None) -> list[Any] | None:
     for value in values or ():
         found.setdefault(key(value), value)
     return values and list(found.values())
-
-
-def imported(name: str) -> Callable[..., "BenchResult"]:
-    """Return a wrapper that imports the function, such as `quality.index:run_index`, when it is called."""
-
-    def call(*args: Any, **kwargs: Any) -> "BenchResult":
-        module, _, function = name.partition(":")
-        found: Callable[..., BenchResult] = getattr(import_module(f"stillroom_bench.{module}"), function)
-        return found(*args, **kwargs)
-
-    return call

@@ -7,7 +7,7 @@ import typer
 
 from stillroom.cli.options import help_text
 from stillroom.errors import UsageError
-from stillroom_bench.cli.flags import Call, add_command, imported
+from stillroom_bench.cli.flags import Call, add_command
 from stillroom_bench.quality import quality_options as options
 
 if TYPE_CHECKING:
@@ -124,31 +124,45 @@ def add_commands(app: typer.Typer) -> None:
 def _retrieval(chosen: options.RetrievalOptions, call: Call) -> "BenchResult":
     if find_spec("pytrec_eval") is None:
         raise UsageError("relevance metrics are not installed; run: pip install 'stillroom[bench]'")
-    return imported("quality.retrieval_quality:run_quality")(chosen, call.work_dir, call.settings(), call.say)
+    from stillroom_bench.quality.retrieval_quality import run_quality
+
+    return run_quality(chosen, call.work_dir, call.settings(), call.say)
 
 
 def _index(chosen: options.IndexOptions, call: Call) -> "BenchResult":
-    return imported("quality.index:run_index")(chosen, call.work_dir, call.say)
+    from stillroom_bench.quality.index import run_index
+
+    return run_index(chosen, call.work_dir, call.say)
 
 
 def _filters(chosen: options.FilterOptions, call: Call) -> "BenchResult":
-    return imported("quality.filters:run_filters")(chosen, call.work_dir, call.say)
+    from stillroom_bench.quality.filters import run_filters
+
+    return run_filters(chosen, call.work_dir, call.say)
 
 
 def _questions(chosen: options.QuestionOptions, call: Call) -> "BenchResult":
-    return imported("quality.hot_questions:run_questions")(chosen, call.work_dir, call.settings(), call.say_run)
+    from stillroom_bench.quality.hot_questions import run_questions
+
+    return run_questions(chosen, call.work_dir, call.settings(), call.say_run)
 
 
 def _runtime(chosen: options.RuntimeOptions, call: Call) -> "BenchResult":
-    return imported("quality.runtime:run_runtime")(chosen, call.work_dir, on_progress=call.say)
+    from stillroom_bench.quality.runtime import run_runtime
+
+    return run_runtime(chosen, call.work_dir, on_progress=call.say)
 
 
 def _fixed_shapes(chosen: options.FixedShapesOptions, call: Call) -> "BenchResult":
-    return imported("quality.fixed_shapes:run_fixed_shapes")(chosen, call.say)
+    from stillroom_bench.quality.fixed_shapes import run_fixed_shapes
+
+    return run_fixed_shapes(chosen, call.say)
 
 
 def _savings(chosen: options.SavingsOptions, call: Call) -> "BenchResult":
-    return imported("quality.savings:run_savings")(chosen, call.say)
+    from stillroom_bench.quality.savings import run_savings
+
+    return run_savings(chosen, call.say)
 
 
 def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
@@ -176,4 +190,6 @@ def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
         seed=chosen.seed,
         max_tokens=chosen.max_tokens,
     )
-    return imported("quality.answers:run_quality")(quality_options, on_progress=on_progress)
+    from stillroom_bench.quality.answers import run_quality
+
+    return run_quality(quality_options, on_progress=on_progress)

@@ -139,6 +139,7 @@ def _result(run: _ReuseRun, sources: Mapping[str, str]) -> BenchResult:
     parameters = {
         **asdict(run.options),
         **sources,
+        "peers": [peer.partition("=")[0] for peer in run.options.peers],  # without the Python's path
         "mean_document_tokens": sum(lengths) / len(lengths),
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": _STEP_TOKENS,

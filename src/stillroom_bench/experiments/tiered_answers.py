@@ -37,6 +37,8 @@ from stillroom_bench.quality.runtime import Shape, write_checkpoint
 _STEP_TOKENS = 512
 _NUM_FOUND = 50
 _PERCENT = 95.0
+_SIZES = ("size", "nlist", "nprobe", "num_batches", "repeat", "seed")
+"""Options that the report shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ def run_answers(
         finally:
             file.unlink(missing_ok=True)
             fixture.close()
-    parameters = {key: value for key, value in asdict(options).items() if key not in ("shares", "batch_sizes")}
+    parameters = {key: value for key, value in asdict(options).items() if key in _SIZES}
     return BenchResult(
         "stillroom bench tiered --answers",
         environment,

@@ -30,7 +30,7 @@ class IndexOptions:
     """Options of `stillroom bench index`."""
 
     datasets: tuple[Path, ...] = datasets_flag()
-    sizes: tuple[int, ...] = flag((10_000, 50_000), "Vectors in a corpus.", "--size", min=1)
+    sizes: tuple[int, ...] = flag((10_000, 25_000, 50_000), "Vectors in a corpus.", "--size", min=1)
     peers: tuple[str, ...] = flag(
         (), "A library to compare with: faiss, hnswlib, usearch or bm25s; default: all.", "--peer"
     )
@@ -95,7 +95,7 @@ class SavingsOptions:
 
     traces: tuple[Path, ...] = flag(REQUIRED, "A trace.", "--trace", path="file")
     capacities: tuple[float, ...] = flag(
-        (0.1, 0.25, 0.5),
+        (0.5, 0.25, 0.1),
         "Share of all distinct passages that fits next to the longest prompt; unlimited capacity is always included.",
         "--capacity",
         min=0.0,
