@@ -1,0 +1,94 @@
+"""Finds the sentences of a text, as character offsets.
+
+A sentence may run over line ends. Blank lines, list items, headings, table rows and lines of code end it. Text is never
+changed, so that a quoted sentence is a part of its source.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+
+Span = tuple[int, int]
+
+_BREAK = re.compile(
+    r"\n[ \t]*\n\s*"  # a blank line
+    # a list item, heading or table row
+    r"|\n(?=[ \t]*(?:[-*+\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)]|#{1,6}|[|>]|```|~~~)(?:[ \t]|$))"
+    r"|\n(?= {4,}\S|\t)"  # indented code
+    r"|\n(?=[=~^-]{4,}\s*(?:\n|$))"  # an underline
+)
+_END = re.compile(r"[.!?]+[\"')\]\u201d\u2019*_`]*(?=\s)|[\u3002\uff01\uff1f]+")
+_ABBREVIATIONS = frozenset(
+    """
+    e.g i.e cf vs etc al approx resp incl excl no nos nr fig figs eq eqs sec ch vol pp p ed eds mr mrs ms dr prof st sr
+    jr inc ltd co corp dept est gen gov hon rev sgt lt col capt jan feb mar apr jun jul aug sep sept oct nov dec u.s u.k
+    u.n a.m p.m d.c ph.d b.c a.d viz ca min max art
+    """.split()
+)
+_CAN_START = re.compile(
+    r"[\"'(\[\u201c\u2018*_`]*[^\W_a-z]|[\"'(\[\u201c\u2018*_]*`|[\"'(\[\u201c\u2018*_]*[a-z]+[_A-Z(]"
+)
+_LAST_WORD = re.compile(r"\S+$")
+_MAX_CHARS = 600
+"""A longer sentence, such as a table that was extracted as one line, is cut between words."""
+
+
+def sentences(text: str) -> list[Span]:
+    """Return the sentences' first character and the character after the last, in order, without white space around."""
+    return [span for block in _blocks(text) for piece in _split(text, *block) for span in _cut(text, *piece)]
+
+
+def sentence_at(spans: list[Span], start: int, end: int) -> Span:
+    """Return the smallest run of sentences that covers the characters [start, end); the characters themselves if no
+    sentence does."""
+    first = max(bisect_right(spans, (start, 1 << 60)) - 1, 0)
+    covering = [span for span in spans[first:] if span[0] < end and span[1] > start]
+    if not covering:
+        return start, end
+    return min(covering[0][0], start), max(covering[-1][1], end)
+
+
+def _blocks(text: str) -> Iterator[Span]:
+    start = 0
+    for match in _BREAK.finditer(text):
+        yield start, match.start()
+        start = match.end()
+    yield start, len(text)
+
+
+def _split(text: str, start: int, end: int) -> Iterator[Span]:
+    for match in _END.finditer(text, start, end):
+        if match.end() >= end or not _is_end(text, start, match, end):
+            continue
+        yield start, match.end()
+        start = match.end()
+    yield start, end
+
+
+def _is_end(text: str, start: int, match: re.Match[str], end: int) -> bool:
+    rest = text[match.end() : min(end, match.end() + 40)].lstrip()
+    if not rest or match.group()[0] in "\u3002\uff01\uff1f":
+        return True
+    if not _CAN_START.match(rest):
+        return False
+    if match.group()[0] != ".":
+        return True
+    word = _LAST_WORD.search(text, start, match.start())
+    last = word.group().strip("\"'([*_`").lower() if word else ""
+    is_initial = len(last) == 1 and last.isalpha() and last != "i"
+    is_number_of_item = last.isdigit() and text[start : match.start()].strip() == last
+    return not (last in _ABBREVIATIONS or is_initial or is_number_of_item)
+
+
+def _cut(text: str, start: int, end: int) -> Iterator[Span]:
+    while start < end and text[start].isspace():
+        start += 1
+    while end > start and text[end - 1].isspace():
+        end -= 1
+    while end - start > _MAX_CHARS:
+        space = text.rfind(" ", start + _MAX_CHARS // 2, start + _MAX_CHARS)
+        middle = space if space > 0 else start + _MAX_CHARS
+        yield start, middle
+        start = middle + (1 if space > 0 else 0)
+    if end > start:
+        yield start, end

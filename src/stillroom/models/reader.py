@@ -1,0 +1,155 @@
+"""The bundled reader: finds the answer to a question in passages of text.
+
+Weights are those of `models/bundled/reader`; word embeddings and tokenizer come from the installed package of the
+default embedder, from which the reader was trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from stillroom.core.sentences import Span, sentence_at, sentences
+from stillroom.errors import ModelError
+from stillroom.models.checkpoint import read_json
+from stillroom.models.reader_model import ReaderModel, ReaderSpec
+
+_CLS, _SEP = 101, 102
+_MAX_QUESTION, _MAX_HEADING, _MAX_ROW = 64, 48, 384
+_TOKEN_BLOCK = 32
+_MAX_ANSWER_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text in which answers are looked for; its heading is read too but holds no answer."""
+
+    text: str
+    heading: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The best answer in a passage."""
+
+    span: Span
+    """Its characters in the passage's text."""
+    sentence: Span
+    """The sentence around it; of all sentences the one whose answers have the highest sum of probabilities."""
+    score: float
+    """Log odds of the sentence's answers against no answer; comparable between passages."""
+
+
+class Reader:
+    """Reads passages. Thread-safe: it keeps no state between calls."""
+
+    def __init__(self, model: ReaderModel, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+        self._model = model.to(dtype).eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+
+    def read(self, question: str, passages: Sequence[Passage]) -> list[Reading | None]:
+        """Return the best answer of each passage; None for a passage without words.
+
+        A passage has the same reading whichever others are read with it.
+        """
+        asked = self._tokenizer.encode(question, add_special_tokens=False).ids[:_MAX_QUESTION]
+        rows = [self._row(asked, passage) for passage in passages]
+        readings: list[Reading | None] = [None] * len(rows)
+        by_length: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            if len(row.offsets):
+                by_length.setdefault(-(-len(row.ids) // _TOKEN_BLOCK) * _TOKEN_BLOCK, []).append(index)
+        for length, indexes in by_length.items():
+            for index, logits in zip(indexes, self._logits([rows[index] for index in indexes], length), strict=True):
+                readings[index] = best_reading(passages[index].text, rows[index].offsets, logits)
+        return readings
+
+    def _row(self, asked: list[int], passage: Passage) -> "_Row":
+        heading = self._tokenizer.encode(passage.heading, add_special_tokens=False).ids[:_MAX_HEADING]
+        encoding = self._tokenizer.encode(passage.text, add_special_tokens=False)
+        head = [_CLS, *asked, _SEP, *heading]
+        room = _MAX_ROW - len(head) - 1
+        offsets = np.array(encoding.offsets[:room], np.int64).reshape(-1, 2)
+        return _Row([*head, *encoding.ids[:room], _SEP], len(asked) + 2, len(head), offsets)
+
+    def _logits(self, rows: "Sequence[_Row]", length: int) -> list[NDArray[np.float32]]:
+        ids = torch.zeros(len(rows), length, dtype=torch.long)
+        parts, is_token = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            ids[number, : len(row.ids)] = torch.tensor(row.ids)
+            parts[number, row.num_question : len(row.ids)] = 1
+            is_token[number, : len(row.ids)] = True
+        with torch.inference_mode():
+            logits = self._model(ids, parts, is_token).numpy()
+        return [logits[n, row.first : row.first + len(row.offsets)] for n, row in enumerate(rows)]
+
+
+def load_reader(folder: Path, embedder: Path, dtype: torch.dtype) -> Reader:
+    """Load a reader.
+
+    Args:
+        folder: `config.json` with the sizes, and `model.safetensors` without word embeddings.
+        embedder: the folder of the encoder that the reader was trained from: word embeddings and tokenizer.
+        dtype: of weights and products: float32, or bfloat16 where the processor multiplies it in hardware.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the embedder is not the one that the reader was trained from.
+    """
+    sizes = read_json(folder, "config.json")
+    model = ReaderModel(ReaderSpec(**sizes["spec"]))
+    try:
+        weights = load_file(folder / "model.safetensors")
+        with safe_open(embedder / "model.safetensors", framework="pt") as tensors:
+            weights["words.weight"] = tensors.get_tensor("embeddings.word_embeddings.weight")
+        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(f"the reader in {folder} cannot be loaded ({error}); install the package again") from error
+    tokenizer = Tokenizer.from_file(str(embedder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Reader(model, tokenizer, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    ids: list[int]
+    num_question: int
+    first: int
+    offsets: NDArray[np.int64]
+
+
+def best_reading(text: str, offsets: NDArray[np.int64], logits: NDArray[np.float32]) -> Reading:
+    """Choose the sentence with the highest sum of its answers' probabilities, and its best answer.
+
+    Args:
+        offsets: [tokens, 2], characters of each token in the text.
+        logits: [tokens, 2], start and end.
+    """
+    num_tokens = len(offsets)
+    scores = logits[:, 0, None] + logits[None, :, 1]
+    allowed = np.triu(np.ones((num_tokens, num_tokens), bool)) & ~np.triu(
+        np.ones_like(scores, bool), _MAX_ANSWER_TOKENS
+    )
+    spans = sentences(text)
+    starts = np.array([start for start, _ in spans])
+    owner = np.searchsorted(starts, offsets[:, 0], side="right") - 1
+    same = owner[:, None] == owner[None, :]
+    scores = np.where(allowed, scores, -np.inf)
+    inside = np.where(same, scores, -np.inf)
+    best_span, best_sum = (0, 0), -np.inf
+    for sentence in np.unique(owner):
+        chosen = np.flatnonzero(owner == sentence)
+        part = inside[chosen[0] : chosen[-1] + 1, chosen[0] : chosen[-1] + 1]
+        total = float(np.logaddexp.reduce(part, axis=None))
+        if total > best_sum:
+            at = int(part.argmax())
+            best_span = (int(chosen[0]) + at // part.shape[1], int(chosen[0]) + at % part.shape[1])
+            best_sum = total
+    span = int(offsets[best_span[0], 0]), int(offsets[best_span[1], 1])
+    return Reading(span, sentence_at(spans, *span), best_sum)

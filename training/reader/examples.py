@@ -1,0 +1,228 @@
+"""Reads questions, passages and neighbours, and makes the rows of each training step.
+
+A row is `[CLS] question [SEP] heading passage [SEP]`. A group is a question with one or two rows: its passage cut like
+a chunk, and a passage that a search also finds but that does not hold the answer. In some groups the passage with the
+answer is left out, so that the model learns to say that nothing answers. Step n is a function of seed and n.
+"""
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+CLS, SEP = 101, 102
+MAX_QUESTION, MAX_HEADING = 48, 40
+_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A tokenised passage."""
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    """Characters of each token, [tokens, 2]."""
+    cuts: tuple[int, ...]
+    """First tokens of its sentences, and its number of tokens."""
+    heading: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    ids: tuple[int, ...]
+    passage: int
+    spans: tuple[tuple[int, int], ...]
+    """First and last token of each answer in the passage."""
+    negatives: tuple[int, ...]
+    """Passages that a search finds for it and that do not hold the answer."""
+    weight: float
+    """How often it is asked in an epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    ids: list[int]
+    first: int
+    """Index of the first token that may be part of an answer."""
+    spans: tuple[tuple[int, int], ...]
+    """Answers as first and last index; empty if the row does not hold the answer."""
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSet:
+    passages: Sequence[Passage]
+    questions: Sequence[Question]
+
+    def __post_init__(self) -> None:
+        assert all(question.spans for question in self.questions)
+
+
+def is_held_out(title: str) -> bool:
+    """Whether all questions about this title are kept for choosing thresholds: one title in 25, by its hash."""
+    return blake2b(title.encode(), digest_size=4).digest()[0] % 25 == 7
+
+
+class Coder:
+    """Tokenises questions and passages."""
+
+    def __init__(self, tokenizer_file: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def ids(self, text: str, limit: int) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids[:limit])
+
+    def passage(self, text: str, heading: str) -> Passage:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+        starts = [match.end() for match in _SENTENCE_END.finditer(text)]
+        cuts = sorted({0, len(encoding.ids), *(int(np.searchsorted(offsets[:, 0], start)) for start in starts)})
+        return Passage(np.array(encoding.ids, np.int32), offsets, tuple(cuts), self.ids(heading, MAX_HEADING), text)
+
+
+def span_of(passage: Passage, start: int, end: int) -> tuple[int, int] | None:
+    """First and last token of the characters [start, end)."""
+    first = int(np.searchsorted(passage.offsets[:, 1], start, side="right"))
+    last = int(np.searchsorted(passage.offsets[:, 0], end)) - 1
+    return (first, last) if first <= last < len(passage.ids) else None
+
+
+def read_people(folder: Path, coder: Coder, neighbours: NDArray[np.int32], skip: Sequence[str]) -> ExampleSet:
+    """Read reading-qa. `neighbours`: [questions, n], indexes of passages, -1 for none."""
+    rows = [json.loads(line) for line in (folder / "passages.jsonl").open(encoding="utf-8")]
+    passages = [coder.passage(row["text"], row["title"]) for row in rows]
+    index = {row["_id"]: number for number, row in enumerate(rows)}
+    questions = []
+    for number, line in enumerate((folder / "questions.jsonl").open(encoding="utf-8")):
+        asked = json.loads(line)
+        own = index[asked["passage"]]
+        if rows[own]["source"] in skip:
+            continue
+        ends = zip(asked["answers"], asked["answer_starts"], strict=True)
+        spans = {span_of(passages[own], start, start + len(answer)) for answer, start in ends} - {None}
+        if spans:
+            found = tuple(int(one) for one in neighbours[number] if one >= 0)
+            questions.append(
+                Question(coder.ids(asked["question"], MAX_QUESTION), own, tuple(sorted(spans)), found, 1.0)  # type: ignore[arg-type]
+            )
+    return ExampleSet(passages, questions)
+
+
+def read_technical(files: Sequence[Path], coder: Coder, weight: float, first_passage: int) -> ExampleSet:
+    """Read technical questions. A negative is another passage of the same source without the answer."""
+    rows = [json.loads(line) for file in files for line in file.open(encoding="utf-8")]
+    passages = [coder.passage(row["text"], row["title"]) for row in rows]
+    questions = []
+    for own, row in enumerate(rows):
+        others = [number for number, other in enumerate(rows) if other["source"] == row["source"] and number != own]
+        for asked in row["questions"]:
+            start = asked.get("start", row["text"].find(asked["answer"]))
+            span = span_of(passages[own], start, start + len(asked["answer"]))
+            if start < 0 or span is None:
+                raise ValueError(f"the answer of {asked['question']!r} is not in its passage")
+            near = [n for n in others if abs(n - own) <= 12 and asked["answer"].lower() not in rows[n]["text"].lower()]
+            questions.append(
+                Question(
+                    coder.ids(asked["question"], MAX_QUESTION),
+                    first_passage + own,
+                    (span,),
+                    tuple(first_passage + n for n in near),
+                    weight,
+                )
+            )
+    return ExampleSet(passages, questions)
+
+
+def joined(sets: Sequence[ExampleSet]) -> ExampleSet:
+    """Join sets whose passage numbers continue each other."""
+    return ExampleSet([p for one in sets for p in one.passages], [q for one in sets for q in one.questions])
+
+
+def _crop(passage: Passage, keep: tuple[int, int], limit: int, rng: random.Random) -> tuple[int, int]:
+    """Tokens [first, last) of a run of sentences around `keep`, of about `limit` tokens, cut like a chunk."""
+    cuts = passage.cuts
+    low = max(cut for cut in cuts if cut <= keep[0])
+    high = min(cut for cut in cuts if cut > keep[1])
+    first, last = cuts.index(low), cuts.index(high)
+    while True:
+        choices = []
+        if first > 0 and cuts[last] - cuts[first - 1] <= limit:
+            choices.append((first - 1, last))
+        if last < len(cuts) - 1 and cuts[last + 1] - cuts[first] <= limit:
+            choices.append((first, last + 1))
+        if not choices:
+            break
+        first, last = rng.choice(choices)
+    begin, end = cuts[first], cuts[last]
+    if end - begin > limit:  # one long sentence
+        begin = max(
+            begin, min(keep[0], rng.randint(keep[1] - limit + 1, keep[0]) if keep[1] - keep[0] < limit else keep[0])
+        )
+        end = min(end, max(begin + limit, keep[1] + 1))
+    return begin, end
+
+
+def _row(question: Question, passage: Passage, has_answer: bool, limit: int, group: int, rng: random.Random) -> Row:
+    at = rng.choice(question.spans) if has_answer else (rng.randrange(len(passage.ids)),) * 2
+    begin, end = _crop(passage, at, limit, rng)
+    heading = passage.heading if rng.random() < 0.6 else ()
+    head = [CLS, *question.ids, SEP, *heading]
+    first = len(head)
+    spans = tuple((s - begin + first, e - begin + first) for s, e in question.spans if begin <= s and e < end)
+    return Row([*head, *passage.ids[begin:end].tolist(), SEP], first, spans if has_answer else (), group)
+
+
+def groups_of(examples: ExampleSet, seed: int, epoch: int, max_tokens: int) -> Iterator[list[Row]]:
+    """Yield the groups of an epoch in random order."""
+    rng = random.Random(f"{seed}/{epoch}")
+    asked = [
+        question
+        for question in examples.questions
+        for _ in range(int(question.weight) + (rng.random() < question.weight % 1))
+    ]
+    rng.shuffle(asked)
+    for question in asked:
+        draw = rng.random()
+        limit = rng.randint(64, max_tokens)
+        rows = []
+        if draw < 0.82 or not question.negatives:
+            rows.append(_row(question, examples.passages[question.passage], True, limit, 0, rng))
+        if draw > 0.66 and question.negatives:
+            negative = examples.passages[rng.choice(question.negatives)]
+            rows.append(_row(question, negative, False, limit, 0, rng))
+        yield rows
+
+
+def steps(
+    examples: ExampleSet, seed: int, first_step: int, groups_per_step: int, num_parts: int, max_tokens: int
+) -> Iterator[list[list[list[Row]]]]:
+    """Yield, for each step from `first_step`, its micro-batches of groups; groups of similar length stay together."""
+    window = groups_per_step * 32
+    step, epoch = 0, 0
+    while True:
+        rng = random.Random(f"order/{seed}/{epoch}")
+        groups = list(groups_of(examples, seed, epoch, max_tokens))
+        for start in range(0, len(groups) - window + 1, window):
+            ordered = sorted(groups[start : start + window], key=lambda rows: max(len(row.ids) for row in rows))
+            size = groups_per_step // num_parts
+            parts = [ordered[at : at + size] for at in range(0, window, size)]
+            batches = [
+                [parts[number] for number in range(at, len(parts), len(parts) // num_parts)]
+                for at in range(len(parts) // num_parts)
+            ]
+            rng.shuffle(batches)
+            for batch in batches:
+                if step >= first_step:
+                    yield batch
+                step += 1
+        epoch += 1

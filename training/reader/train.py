@@ -1,0 +1,175 @@
+"""Fine-tunes the embedder's encoder as a reader: float32 weights, bfloat16 products, one thread per micro-batch.
+
+Loss: each of start and end is chosen by one softmax over all passage tokens of a question's rows and a "nothing" with
+logit 0 (shared normalisation: Clark and Gardner 2018, section 3.2, with an extra choice as in section 3.3), so that
+scores of different passages can be compared, and a score above 0 means that an answer is likely.
+"""
+
+import copy
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stillroom.models.reader_model import ReaderModel, ReaderSpec
+from training.reader.examples import SEP, ExampleSet, Row, steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    num_steps: int
+    decay_share: float = 0.5
+    """The learning rate falls to 0 over this share of the steps, at the end."""
+    learning_rate: float = 2.5e-4
+    warm_up: int = 150
+    groups_per_step: int = 24
+    max_tokens: int = 200
+    weight_decay: float = 0.01
+    dropout: float = 0.05
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        left = (self.num_steps - step) / max(1, self.num_steps * self.decay_share)
+        return self.learning_rate * min(1.0, (step + 1) / self.warm_up, max(left, 0.0))
+
+
+def from_encoder(state: dict[str, Tensor], spec: ReaderSpec, seed: int) -> ReaderModel:
+    """Build a reader from the weights of a BERT encoder; the head is random."""
+    torch.manual_seed(seed)
+    model = ReaderModel(spec)
+    torch.nn.init.normal_(model.head.weight, std=0.02)
+    torch.nn.init.zeros_(model.head.bias)
+    own = model.state_dict()
+    embeddings = {
+        "words.weight": "word_embeddings.weight",
+        "positions.weight": "position_embeddings.weight",
+        "parts.weight": "token_type_embeddings.weight",
+        "norm.weight": "LayerNorm.weight",
+        "norm.bias": "LayerNorm.bias",
+    }
+    for name, source in embeddings.items():
+        own[name].copy_(state[f"embeddings.{source}"])
+    places = {
+        "out": "attention.output.dense",
+        "norm_1": "attention.output.LayerNorm",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+        "norm_2": "output.LayerNorm",
+    }
+    for layer in range(spec.num_layers):
+        for kind in ("weight", "bias"):
+            source = f"encoder.layer.{layer}."
+            parts = [state[f"{source}attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
+            own[f"layers.{layer}.qkv.{kind}"].copy_(torch.cat(parts))
+            for name, place in places.items():
+                own[f"layers.{layer}.{name}.{kind}"].copy_(state[f"{source}{place}.{kind}"])
+    return model
+
+
+def tensors_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Token ids, parts, is_token and may_answer, each [rows, tokens]."""
+    longest = -(-max(len(row.ids) for row in rows) // 16) * 16
+    ids, parts = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    is_token, may_answer = (
+        torch.zeros(len(rows), longest, dtype=torch.bool),
+        torch.zeros(len(rows), longest, dtype=torch.bool),
+    )
+    for number, row in enumerate(rows):
+        size = len(row.ids)
+        ids[number, :size] = torch.tensor(row.ids)
+        parts[number, row.ids.index(SEP) + 1 : size] = 1
+        is_token[number, :size] = True
+        may_answer[number, row.first : size - 1] = True
+    return ids, parts, is_token, may_answer
+
+
+def group_loss(logits: Tensor, may_answer: Tensor, groups: Sequence[Sequence[Row]]) -> Tensor:
+    """Sum over the groups of minus the log probability of all their answers' starts, and ends.
+
+    Args:
+        logits: [rows, tokens, 2], float32.
+    """
+    logits = logits.masked_fill(~may_answer[:, :, None], -1e9)
+    total, row = logits.new_zeros(()), 0
+    for group in groups:
+        part = logits[row : row + len(group)]
+        nothing = part.new_zeros(1, 2)
+        everything = torch.logsumexp(torch.cat([part.reshape(-1, 2), nothing]), dim=0)
+        total = total + everything.sum()
+        golds = [(number, span) for number, one in enumerate(group) for span in one.spans]
+        for side in (0, 1) if golds else ():
+            places = sorted({(number, span[side]) for number, span in golds})
+            total = total - torch.logsumexp(torch.stack([part[number, place, side] for number, place in places]), 0)
+        row += len(group)
+    return total
+
+
+class Trainer:
+    def __init__(self, model: ReaderModel, examples: ExampleSet, recipe: Recipe, out: Path) -> None:
+        self.master, self.recipe, self.out = model, recipe, out
+        model.words.weight.requires_grad = False
+        self.low = copy.deepcopy(model).bfloat16()
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.low_params = [p for p in self.low.parameters() if p.requires_grad]
+        decays = [p for p in self.params if p.ndim > 1]
+        others = [p for p in self.params if p.ndim <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decays, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            fused=True,
+        )
+        self.examples, self.step = examples, 0
+        self.pool = ThreadPoolExecutor(2)
+        checkpoint = out / "checkpoint.pt"
+        if checkpoint.exists():
+            kept = torch.load(checkpoint)
+            self.step = kept["step"]
+            self.master.load_state_dict(kept["model"])
+            self.optimizer.load_state_dict(kept["optimizer"])
+            self._lower()
+
+    def _lower(self) -> None:
+        with torch.no_grad():
+            for low, high in zip(self.low.parameters(), self.master.parameters(), strict=True):
+                low.copy_(high)
+
+    def save(self, name: str = "checkpoint.pt") -> None:
+        kept = {"step": self.step, "model": self.master.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(kept, self.out / "new.pt")
+        (self.out / "new.pt").replace(self.out / name)
+
+    def _part(self, groups: list[list[Row]]) -> tuple[float, tuple[Tensor, ...]]:
+        ids, parts, is_token, may_answer = tensors_of([row for group in groups for row in group])
+        logits = self.low(ids, parts, is_token, self.recipe.dropout)
+        loss = group_loss(logits, may_answer, groups)
+        return float(loss.detach()), torch.autograd.grad(loss, self.low_params)
+
+    def run(self, num_parts: int = 4) -> Iterable[dict[str, float]]:
+        recipe = self.recipe
+        began, losses, rows = time.time(), [], 0
+        for batch in steps(self.examples, recipe.seed, self.step, recipe.groups_per_step, num_parts, recipe.max_tokens):
+            if self.step >= recipe.num_steps:
+                break
+            for group in self.optimizer.param_groups:
+                group["lr"] = recipe.rate(self.step)
+            results = list(self.pool.map(self._part, batch))
+            scale = 1 / sum(len(part) for part in batch)
+            for number, param in enumerate(self.params):
+                param.grad = torch.stack([grads[number].float() for _, grads in results]).sum(0).mul_(scale)
+            torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+            self.optimizer.step()
+            self._lower()
+            self.step += 1
+            losses.append(sum(loss for loss, _ in results) * scale)
+            rows += sum(len(group) for part in batch for group in part)
+            if self.step % 50 == 0:
+                yield {
+                    "step": self.step,
+                    "loss": sum(losses) / len(losses),
+                    "rows_per_s": rows / (time.time() - began),
+                    "lr": recipe.rate(self.step),
+                }
+                losses, began, rows = [], time.time(), 0
