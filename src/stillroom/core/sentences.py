@@ -18,13 +18,12 @@ _BREAK = re.compile(
     r"|\n(?=[=~^-]{4,}\s*(?:\n|$))"  # an underline
 )
 _END = re.compile(r"[.!?]+[\"')\]\u201d\u2019*_`]*(?=\s)|[\u3002\uff01\uff1f]+")
-_ABBREVIATIONS = frozenset(
-    """
+_ABBREVIATED = """
     e.g i.e cf vs etc al approx resp incl excl no nos nr fig figs eq eqs sec ch vol pp p ed eds mr mrs ms dr prof st sr
     jr inc ltd co corp dept est gen gov hon rev sgt lt col capt jan feb mar apr jun jul aug sep sept oct nov dec u.s u.k
     u.n a.m p.m d.c ph.d b.c a.d viz ca min max art
-    """.split()
-)
+"""
+_ABBREVIATIONS = frozenset(_ABBREVIATED.split())
 _CAN_START = re.compile(
     r"[\"'(\[\u201c\u2018*_`]*[^\W_a-z]|[\"'(\[\u201c\u2018*_]*`|[\"'(\[\u201c\u2018*_]*[a-z]+[_A-Z(]"
 )
