@@ -14,7 +14,7 @@ from tests.server.fakes import FakeStillroom
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "timing", "reuse", "speculation"]
-KEYS += ["num_generated_tokens"]
+KEYS += ["citations", "num_generated_tokens"]
 
 
 def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
@@ -120,7 +120,7 @@ def test_options_reach_the_stillroom(run: Run, opened: Opened, fake: FakeStillro
 
 def test_every_generation_setting_has_a_flag(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     """The first assertion fails for a setting without a flag."""
-    limits = {"max_prompt_tokens": 0}
+    limits = {"max_prompt_tokens": 0, "citations": True}
     values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig) if field.name not in limits}
     values |= {"max_tokens": 7, "sample_top_k": 3, "seed": 5}
     flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]

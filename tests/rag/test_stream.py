@@ -1,5 +1,8 @@
-"""Phases of an answer's timing."""
+"""Phases of an answer's timing; when its citations are found."""
 
+import asyncio
+import queue
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -7,10 +10,11 @@ import pytest
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason
 from stillroom.engine.events import TokenEvent
-from stillroom.rag.answer import Answer, Timing
-from stillroom.rag.stream import AnswerCollector, AnswerStart
+from stillroom.rag.answer import Answer, Citation, Support, Timing
+from stillroom.rag.stream import AnswerCollector, AnswerStart, AnswerStream, AsyncAnswerStream, Cite
 
 NAME = RequestId("req-1")
+CITATION = Citation(0, "", "", "", 0, 0, 0, 0, "", 0, 0, 0, 3, False, Support.UNSUPPORTED)
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,67 @@ def _timing(admission: Admission | None) -> Timing:
     collector.feed(TokenEvent(NAME, None, None, 20.0, text="Yes", admission=admission))
     collector.feed(TokenEvent(NAME, None, FinishReason.STOP, 25.0))
     return answers[0].timing
+
+
+def _collector(cite: Cite | None, answers: list[Answer]) -> AnswerCollector:
+    started = AnswerStart(NAME, arrival=10.0, retrieval_seconds=2.0, sources=(), num_prompt_tokens=3)
+    return AnswerCollector(started, None, (), answers.append, cite=cite)
+
+
+def test_citations_are_found_after_the_last_text_was_delivered_and_only_once() -> None:
+    answers: list[Answer] = []
+    calls: list[Answer] = []
+
+    def cite(answer: Answer) -> tuple[Citation, ...]:
+        calls.append(answer)
+        return (CITATION,)
+
+    collector = _collector(cite, answers)
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    events.put(TokenEvent(NAME, None, FinishReason.STOP, 25.0, text="Yes"))
+    stream = AnswerStream(collector, events, lambda: None)
+    assert next(stream) == "Yes"
+    assert not calls and not answers
+    assert list(stream) == []
+    assert stream.answer.citations == (CITATION,)
+    assert [answer.citations for answer in answers] == [(CITATION,)]
+    assert len(calls) == 1
+
+
+def test_citations_are_found_outside_of_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def cite(answer: Answer) -> tuple[Citation, ...]:
+        threads.append(threading.get_ident())
+        return (CITATION,)
+
+    async def read() -> Answer:
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        events.put_nowait(TokenEvent(NAME, None, FinishReason.STOP, 25.0, text="Yes"))
+        stream = AsyncAnswerStream(_collector(cite, []), events, lambda: None)
+        assert [piece async for piece in stream] == ["Yes"]
+        return stream.answer
+
+    assert asyncio.run(read()).citations == (CITATION,)
+    assert threads and threading.get_ident() not in threads
+
+
+def test_failing_citations_leave_the_answer_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[Answer] = []
+
+    def cite(answer: Answer) -> tuple[Citation, ...]:
+        raise ValueError("broken")
+
+    collector = _collector(cite, answers)
+    collector.feed(TokenEvent(NAME, None, FinishReason.STOP, 25.0, text="Yes"))
+    collector.complete()
+    assert [(answer.text, answer.citations) for answer in answers] == [("Yes", ())]
+    assert "broken" in caplog.text
+
+
+def test_answer_whose_stream_is_closed_before_its_end_is_recorded_without_citations() -> None:
+    answers: list[Answer] = []
+    collector = _collector(lambda answer: (CITATION,), answers)
+    collector.feed(TokenEvent(NAME, None, FinishReason.STOP, 25.0, text="Yes"))
+    AnswerStream(collector, queue.SimpleQueue(), lambda: None).cancel()
+    assert [answer.citations for answer in answers] == [()]

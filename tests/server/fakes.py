@@ -28,7 +28,7 @@ from stillroom.errors import (
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.rag.answer import Answer, AskOptions, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.answer import Answer, AskOptions, Citation, ReuseReport, Source, Timing, TokenScore
 from stillroom.rag.question import sources_of
 from stillroom.rag.records import Records
 from stillroom.retrieval.filters.language import parse_filter
@@ -79,6 +79,7 @@ class FakeStream:
             reuse=ReuseReport(num_prompt_tokens=100, num_cached_tokens=40, num_recomputed_tokens=0),
             num_generated_tokens=len(self._words),
             logprobs=tuple(self._scores) or None,
+            citations=self._stillroom.citations,
         )
 
     def take_logprobs(self) -> list[TokenScore]:
@@ -158,6 +159,8 @@ class FakeStillroom:
         self.uploads = FakeUploads(self)
         self.asked: list[tuple[str, AskOptions]] = []
         self.filters: list[str] = []
+        self.citations: tuple[Citation, ...] = ()
+        """Of every answer."""
         self.gate = threading.Event()
         self.gate.set()
         self.fails_at = ""

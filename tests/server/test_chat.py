@@ -5,6 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stillroom.core.ids import public_id
+from stillroom.rag.answer import Citation, Support
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, until
 from tests.server.harness import QUESTION, events
 
@@ -19,7 +21,7 @@ def test_answer_has_openais_fields_and_the_extension(client: httpx.Client, still
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "How do I rotate keys?", "refusal": None},
+            "message": {"role": "assistant", "content": "How do I rotate keys?", "refusal": None, "annotations": []},
             "logprobs": None,
             "finish_reason": "stop",
         }
@@ -32,7 +34,7 @@ def test_answer_has_openais_fields_and_the_extension(client: httpx.Client, still
     }
     ours = body["stillroom"]
     assert body["id"] == f"chatcmpl-{ours['request_id']}"
-    assert set(ours) == {"request_id", "sources", "timing", "reuse", "speculation"}
+    assert set(ours) == {"request_id", "sources", "timing", "reuse", "speculation", "citations"}
     assert ours["sources"][0]["document"] == "docs/keys.md"
     assert ours["sources"][0]["position"] == 1
     assert ours["timing"]["ttft_seconds"] == 0.02
@@ -110,7 +112,7 @@ def test_stream_is_openai_chunks_with_sources_first_and_timing_last(client: http
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "How do I"
     assert last["choices"][0]["delta"] == {}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
-    assert set(last["stillroom"]) == {"request_id", "timing", "reuse", "speculation"}
+    assert set(last["stillroom"]) == {"request_id", "timing", "reuse", "speculation", "citations"}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert not any("usage" in chunk for chunk in chunks)
 
@@ -297,3 +299,34 @@ def test_images_are_refused_with_a_clear_message(any_client: httpx.Client) -> No
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "messages.0.content")
     assert "'image_url'" in error["message"] and "text parts only" in error["message"]
+
+
+def _cited(source: int, support: Support, lines: tuple[int, int], pages: tuple[int, int]) -> Citation:
+    document = "/srv/hand book/keys.md" if source else ""
+    return Citation(source, document, "c1", "Keys", *lines, *pages, "Keys", 0, 4, 0, 6, True, support)
+
+
+def test_citations_are_in_the_extension_and_annotations_in_openais_form(
+    client: httpx.Client, stillroom: FakeStillroom
+) -> None:
+    stillroom.citations = (
+        _cited(1, Support.SUPPORTED, (10, 14), (0, 0)),
+        _cited(1, Support.PARTLY, (0, 0), (3, 4)),
+        _cited(1, Support.UNSUPPORTED, (3, 3), (0, 0)),
+        _cited(0, Support.UNSUPPORTED, (0, 0), (0, 0)),
+    )
+    body = client.post("/v1/chat/completions", json=QUESTION).json()
+
+    shown = public_id("/srv/hand book/keys.md")
+    assert [one["document"] for one in body["stillroom"]["citations"]] == [shown, shown, shown, ""]
+    path = f"/v1/documents/{shown.replace(' ', '%20')}/content"
+    assert body["choices"][0]["message"]["annotations"] == [
+        {
+            "type": "url_citation",
+            "url_citation": {"start_index": 0, "end_index": 6, "title": "Keys", "url": f"{path}{fragment}"},
+        }
+        for fragment in ("#L10-L14", "#page=3")
+    ]
+    *_, last, _ = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True}))
+    assert last["choices"][0]["delta"] == {"annotations": body["choices"][0]["message"]["annotations"]}
+    assert last["stillroom"]["citations"] == body["stillroom"]["citations"]

@@ -22,7 +22,7 @@ def test_prompt_is_continued_as_given(client: httpx.Client, stillroom: FakeStill
     assert body["choices"] == [{"index": 0, "text": "keys are", "logprobs": None, "finish_reason": "length"}]
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 40}
     assert body["id"] == f"cmpl-{body['stillroom']['request_id']}"
-    assert set(body["stillroom"]) == {"request_id", "sources", "timing", "reuse", "speculation"}
+    assert set(body["stillroom"]) == {"request_id", "sources", "timing", "reuse", "speculation", "citations"}
     assert stillroom.num_free_blocks == NUM_BLOCKS
 
 

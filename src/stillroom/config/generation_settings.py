@@ -82,6 +82,9 @@ class GenerationConfig:
     seed: Int63 = 0
     """The same seed, question and documents give the same answer in any batch. In half precision, a near tie between
     two tokens may be decided differently in another batch."""
+    citations: bool = True
+    """Find the source of each sentence of an answer and check whether it supports the sentence, after the last token
+    (docs/citations.md). Takes milliseconds, some tens of them where words alone do not decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,44 @@ class TokenScore:
     """The most likely tokens at its position, most likely first."""
 
 
+class Support(StrEnum):
+    """Whether a source supports a sentence of an answer (docs/citations.md)."""
+
+    SUPPORTED = "supported"
+    PARTLY = "partly"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """A sentence of an answer, and the words of a source that support it.
+
+    Lines and pages are those of the quote where its chunk has the lines of its file, else those of the chunk.
+    """
+
+    source: int
+    """`Source.position`; 0 if no source supports the sentence."""
+    document: str
+    """As in `Source`; empty, like the fields up to `quote`, if `source` is 0. The numbers are then 0."""
+    chunk_id: str
+    heading: str
+    start_line: int
+    end_line: int
+    start_page: int
+    end_page: int
+    quote: str
+    """Part of `Source.text`; empty if the source does not support the sentence."""
+    quote_start: int
+    """Its first character in `Source.text`."""
+    quote_end: int
+    start: int
+    """First character of the sentence in `Answer.text`. A sentence ends before the numbers behind it."""
+    end: int
+    is_explicit: bool
+    """Whether the answer names the source itself, as `[n]`."""
+    support: Support
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A finished answer."""
@@ -279,6 +317,9 @@ class Answer:
     logprobs: tuple[TokenScore, ...] | None = None
     """One per token of `token_ids`, if requested."""
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
+    citations: tuple[Citation, ...] = ()
+    """In the order of the text; several for a sentence that names several sources. Sentences that state nothing have
+    none. Empty if `generation.citations` is off."""
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
@@ -296,4 +337,11 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "timing": asdict(answer.timing),
         "reuse": asdict(answer.reuse),
         "speculation": asdict(answer.speculation),
+        "citations": [_without_quote(citation) for citation in answer.citations],
     }
+
+
+def _without_quote(citation: Citation) -> dict[str, Any]:
+    fields = asdict(citation)
+    del fields["quote"]
+    return fields

@@ -85,7 +85,7 @@ def answer_as_json(question: str, answer: "Answer") -> JsonObject:
 
 
 def details_as_json(answer: "Answer") -> JsonObject:
-    """Timing, reuse and speculation of an answer: the same for the command line, HTTP replies and streams.
+    """Timing, reuse, speculation and citations of an answer: the same for the command line, HTTP replies and streams.
 
     A field that is added here also goes into `AnswerDetails` and `StreamDetails` (server/schemas/replies.py).
     """
@@ -93,6 +93,7 @@ def details_as_json(answer: "Answer") -> JsonObject:
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
         "speculation": dataclasses.asdict(answer.speculation),
+        "citations": [dataclasses.asdict(citation) for citation in answer.citations],
     }
 
 

@@ -29,6 +29,7 @@ from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageError
 from stillroom.rag.accounting import Account, add_phase_spans, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
+from stillroom.rag.citations import cite
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.question import (
     QuestionSearch,
@@ -40,7 +41,7 @@ from stillroom.rag.question import (
     stop_strings,
 )
 from stillroom.rag.speculation import Attempt, Speculator
-from stillroom.rag.stream import AnswerCollector, AnswerStart, AnswerStream, AsyncAnswerStream
+from stillroom.rag.stream import AnswerCollector, AnswerStart, AnswerStream, AsyncAnswerStream, Cite
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
@@ -292,6 +293,7 @@ class Pipeline:
                 stops,
                 lambda answer: self._record(question, answer),
                 attempt.prepared.continues,
+                self._cite_for(question, options) if sources and self._config.generation.citations else None,
             )
 
         return _PreparedAnswers(attempt, tuple(map(collector, attempt.samples)), has_searched=bool(question))
@@ -314,6 +316,14 @@ class Pipeline:
             ],
             self._clock.monotonic(),
         )
+
+    def _cite_for(self, question: str, options: AskOptions) -> Cite | None:
+        """Return the function that finds citations. Answers in JSON have none: their text is not made of sentences."""
+        if options.json_schema is not None:
+            return None
+        mode = options.mode or self._config.search.mode
+        embed = None if mode == "sparse" else self._kb.embed  # a search by words alone does not load the embedder
+        return lambda answer: cite(answer.text, answer.sources, embed, question)
 
     def _record(self, question: str, answer: Answer) -> None:
         self._traces.add(answer.request_id, self._clock.unix(), trace_of(question, self._backend.name, answer))

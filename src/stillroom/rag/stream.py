@@ -5,9 +5,11 @@ The engine's thread pushes token events; an `AnswerCollector` turns them into te
 """
 
 import asyncio
+import logging
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId, format_chunk_id
@@ -19,6 +21,7 @@ from stillroom.errors import RequestAbortedError, UsageError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from stillroom.rag.answer import (
     Answer,
+    Citation,
     ReuseReport,
     SegmentReport,
     Source,
@@ -28,6 +31,10 @@ from stillroom.rag.answer import (
     TokenScore,
     VariantReport,
 )
+
+logger = logging.getLogger(__name__)
+
+Cite = Callable[[Answer], tuple[Citation, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +142,14 @@ class AnswerCollector:
         stops: Sequence[str],
         on_finish: Callable[[Answer], None],
         continues: Sequence[int] = (),
+        cite: Cite | None = None,
     ) -> None:
         """
         Args:
             tokenizer: None if the events hold text.
+            on_finish: gets the answer when it is complete.
             continues: the last tokens of the text that the answer continues.
+            cite: finds the citations of the finished answer, in `complete`; None adds none.
         """
         self.started = started
         self.answer: Answer | None = None
@@ -152,9 +162,17 @@ class AnswerCollector:
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._progress = AnswerProgress(started)
+        self._cite = cite
+        self._completing = threading.Lock()
+        self._is_complete = False
+
+    @property
+    def needs_time(self) -> bool:
+        """Whether `complete` may take some tens of milliseconds."""
+        return self._cite is not None and self.answer is not None and not self._is_complete
 
     def feed(self, event: TokenEvent) -> str:
-        """Return the text that this event completes. At a stop string the answer is complete.
+        """Return the text that this event completes. At a stop string the answer has all its text.
 
         Raises:
             EngineError: the request failed or was cancelled.
@@ -167,8 +185,29 @@ class AnswerCollector:
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
         if reason is not None:
             self.answer = self._finish(reason, event.usage or self._progress.usage())
-            self._on_finish(self.answer)
+            if self._cite is None:
+                self.complete()
         return piece
+
+    def complete(self, *, cites: bool = True) -> None:
+        """Add the citations to a finished answer and pass it on, once. Not part of `feed`, so that no text waits for
+        it. Thread-safe.
+
+        Args:
+            cites: False leaves the citations out.
+        """
+        with self._completing:
+            if self.answer is None or self._is_complete:
+                return
+            self._is_complete = True
+            if self._cite is not None and cites:
+                try:
+                    self.answer = replace(self.answer, citations=self._cite(self.answer))
+                except Exception:
+                    logger.exception(
+                        "the citations of %s cannot be found; its text is complete", self.answer.request_id
+                    )
+            self._on_finish(self.answer)
 
     def _text(self, event: TokenEvent) -> str:
         piece = event.text
@@ -281,6 +320,7 @@ class _Stream:
         Raises:
             UsageError: the stream was not read to its end.
         """
+        self._collector.complete()
         if self._collector.answer is None:
             raise UsageError("the answer is not complete; read the stream to its end first")
         return self._collector.answer
@@ -290,6 +330,8 @@ class _Stream:
         self._is_over = True
         if self._collector.answer is None:
             self._cancel()
+        elif self._collector.needs_time:
+            self._collector.complete(cites=False)
 
     def take_logprobs(self) -> list[TokenScore]:
         """Log probabilities of the tokens since the last call; empty unless requested."""
@@ -325,6 +367,7 @@ class AnswerStream(_Stream):
         while not self._is_over:
             if piece := self._feed(self._events.get()):
                 return piece
+        self._collector.complete()
         raise StopIteration
 
     def __iter__(self) -> Iterator[str]:
@@ -358,6 +401,8 @@ class AsyncAnswerStream(_Stream):
         while not self._is_over:
             if piece := self._feed(await self._events.get()):
                 return piece
+        if self._collector.needs_time:
+            await asyncio.to_thread(self._collector.complete)
         raise StopAsyncIteration
 
     async def __aiter__(self) -> AsyncIterator[str]:

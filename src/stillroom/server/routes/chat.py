@@ -1,16 +1,15 @@
 """`POST /v1/chat/completions`: messages to question, answers to a complete reply or a stream of events."""
 
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stillroom.backends.conversation import Exchange
-from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
-from stillroom.rag.answer import Answer, AskOptions, Source, TokenScore
+from stillroom.rag.answer import Answer, AskOptions, TokenScore
 from stillroom.rag.as_json import JsonObject, details_as_json, source_as_json
+from stillroom.server.routes.annotations import annotations_of, public_citations, public_sources
 from stillroom.server.routes.answer_events import (
     DONE,
     LEAST_LOGPROB,
@@ -125,7 +124,9 @@ def _check_continuation(body: ChatCompletionRequest, conversation: Conversation)
 
 
 def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
+    answers = [public_citations(answer) for answer in answers]
     first = answers[0]
+    details = details_as_json(replace(slowest(answers), citations=first.citations))
     return ChatCompletion(
         id=completion_id(first.request_id),
         created=int(time.time()),
@@ -133,16 +134,14 @@ def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
         choices=[
             Choice(
                 index=index,
-                message=AssistantMessage(content=answer.text),
+                message=AssistantMessage(content=answer.text, annotations=annotations_of(answer)),
                 logprobs=None if answer.logprobs is None else choice_logprobs(answer.logprobs),
                 finish_reason=answer.finish_reason,
             )
             for index, answer in enumerate(answers)
         ],
         usage=usage_of(answers, len(answers)),
-        stillroom=AnswerDetails(
-            request_id=first.request_id, sources=_public(first.sources), **details_as_json(slowest(answers))
-        ),
+        stillroom=AnswerDetails(request_id=first.request_id, sources=public_sources(first.sources), **details),
     )
 
 
@@ -161,18 +160,13 @@ def completion_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def _public(sources: Sequence[Source]) -> list[Source]:
-    """Replace document ids by those that clients see."""
-    return [dataclasses.replace(source, document=public_id(source.document)) for source in sources]
-
-
 async def chat_events(
     streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool
 ) -> AsyncIterator[str]:
     """Yield the response as server-sent events."""
     first = streams[0]
     chunks = _Chunks(first.request_id, model, includes_usage)
-    sources = [source_as_json(source) for source in _public(first.sources)]
+    sources = [source_as_json(source) for source in public_sources(first.sources)]
     for index in range(len(streams)):
         ours = {"request_id": first.request_id, "sources": sources} if index == 0 else None
         yield chunks.event(index, Delta(role="assistant", content=""), ours=ours)
@@ -182,8 +176,10 @@ async def chat_events(
         if piece is not None:
             yield chunks.event(index, Delta(content=piece), scores)
             continue
-        ours = {"request_id": stream.request_id, **details_as_json(stream.answer)}
-        yield chunks.event(index, Delta(), scores, finish_reason=stream.answer.finish_reason, ours=ours)
+        answer = public_citations(stream.answer)
+        ours = {"request_id": stream.request_id, **details_as_json(answer)}
+        delta = Delta(annotations=annotations_of(answer) or None)
+        yield chunks.event(index, delta, scores, finish_reason=answer.finish_reason, ours=ours)
     if includes_usage:
         yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))
     yield DONE

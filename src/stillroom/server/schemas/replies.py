@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from stillroom.config.settings import SearchMode
-from stillroom.rag.answer import ReuseReport, Source, SpeculationReport, Timing
+from stillroom.rag.answer import Citation, ReuseReport, Source, SpeculationReport, Timing
 
 
 class ErrorDetail(BaseModel):
@@ -45,6 +45,8 @@ class AnswerDetails(BaseModel):
     timing: Timing
     reuse: ReuseReport
     speculation: SpeculationReport
+    citations: list[Citation] = []
+    """Of the answer with the index 0."""
 
 
 class StreamDetails(BaseModel):
@@ -56,12 +58,33 @@ class StreamDetails(BaseModel):
     timing: Timing | None = None
     reuse: ReuseReport | None = None
     speculation: SpeculationReport | None = None
+    citations: list[Citation] | None = None
+
+
+class UrlCitation(BaseModel):
+    """The place in a document that supports a sentence."""
+
+    start_index: int
+    """First character of the sentence in the message."""
+    end_index: int
+    title: str
+    url: str
+    """Path on this server, with `#L10-L14` or `#page=3` where the document has lines or pages."""
+
+
+class Annotation(BaseModel):
+    """A citation in OpenAI's form."""
+
+    type: Literal["url_citation"] = "url_citation"
+    url_citation: UrlCitation
 
 
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    annotations: list[Annotation] = []
+    """The sentences that a source supports, fully or partly."""
 
 
 class TopLogprob(BaseModel):
@@ -101,6 +124,8 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    annotations: list[Annotation] | None = None
+    """In the chunk with the finish reason, if there are any."""
 
 
 class ChunkChoice(BaseModel):
