@@ -14,9 +14,12 @@ _BREAK = re.compile(
     r"\n[ \t]*\n\s*"  # a blank line
     # a list item, heading or table row
     r"|\n(?=[ \t]*(?:[-*+\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)]|#{1,6}|[|>]|```|~~~)(?:[ \t]|$))"
+    r"|\n(?=[^\n]* \| )"  # a table row without marks at its ends
     r"|\n(?= {4,}\S|\t)"  # indented code
     r"|\n(?=[=~^-]{4,}\s*(?:\n|$))"  # an underline
 )
+_CODE_BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1|\Z)", re.MULTILINE | re.DOTALL)
+_LINE = re.compile(r"[^\n]+")
 _END = re.compile(r"[.!?]+[\"')\]\u201d\u2019*_`]*(?=\s)|[\u3002\uff01\uff1f]+")
 _ABBREVIATED = """
     e.g i.e cf vs etc al approx resp incl excl no nos nr fig figs eq eqs sec ch vol pp p ed eds mr mrs ms dr prof st sr
@@ -49,10 +52,18 @@ def sentence_at(spans: list[Span], start: int, end: int) -> Span:
 
 def _blocks(text: str) -> Iterator[Span]:
     start = 0
-    for match in _BREAK.finditer(text):
+    for code in _CODE_BLOCK.finditer(text):
+        yield from _prose_blocks(text, start, code.start())
+        yield from (line.span() for line in _LINE.finditer(text, *code.span()))
+        start = code.end()
+    yield from _prose_blocks(text, start, len(text))
+
+
+def _prose_blocks(text: str, start: int, end: int) -> Iterator[Span]:
+    for match in _BREAK.finditer(text, start, end):
         yield start, match.start()
         start = match.end()
-    yield start, len(text)
+    yield start, end
 
 
 def _split(text: str, start: int, end: int) -> Iterator[Span]:
