@@ -1,6 +1,7 @@
 """The `Backend` protocol: prepares prompts and generates answers.
 
-`LocalBackend` (local.py, imports torch) and `OpenAIBackend` (openai.py) implement it.
+`LocalBackend` (local.py, imports torch), `ReaderBackend` (reader/reader_backend.py, imports torch) and `OpenAIBackend`
+(openai.py) implement it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from stillroom.core.request import SampleRequest, TokenConstraint
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
 from stillroom.engine.openai_protocol import RemotePrompt
+from stillroom.engine.reader_engine import ReaderPrompt
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
 
@@ -23,7 +25,7 @@ from stillroom.telemetry.catalogue import Readings
 class PreparedPrompt:
     """A prompt that is ready to be continued by the backend that prepared it."""
 
-    prompt: SegmentedPrompt | RemotePrompt
+    prompt: SegmentedPrompt | RemotePrompt | ReaderPrompt
     chunk_ids: tuple[ChunkId, ...]
     """The chunks in it, in order."""
     num_tokens: int | None
@@ -89,7 +91,8 @@ class Backend(Protocol):
 
     @property
     def may_speculate(self) -> bool:
-        """Whether speculative prompts are allowed; a server elsewhere may charge by the token."""
+        """Whether speculative prompts are allowed. A server elsewhere may charge by the token, and the reader keeps
+        nothing of a wrong prompt."""
         ...
 
     def prepare_prompt(
@@ -113,14 +116,15 @@ class Backend(Protocol):
         schema the continuation is JSON.
 
         Raises:
-            UsageError: it is empty, the model lacks a token, or the schema cannot be enforced.
+            UsageError: it is empty, the model lacks a token, the schema cannot be enforced, or the backend continues no
+                prompts.
         """
         ...
 
     def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
         """Continue a prompt, once for each sample; the events of each sample go to its listener.
 
-        Raises: as `AsyncEngine.submit` and `OpenAIEngine.submit`.
+        Raises: as `AsyncEngine.submit`, `OpenAIEngine.submit` and `ReaderBackend.start`.
         """
         ...
 
@@ -136,7 +140,7 @@ class Backend(Protocol):
         ...
 
     def readings(self) -> Readings:
-        """Return the metrics of its KV cache and its engine; none if the engine is elsewhere."""
+        """Return the metrics of its KV cache and its engine; none if the engine is elsewhere, or a reader."""
         ...
 
     def for_tenant(self, salt: str) -> "Backend":

@@ -18,6 +18,7 @@ from stillroom.engine.events import Listener
 from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt
+from stillroom.engine.reader_engine import ReaderPrompt
 from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
@@ -101,7 +102,7 @@ class OpenAIBackend:
 
     def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
         prompt = prepared.prompt
-        assert not isinstance(prompt, SegmentedPrompt), "another backend prepared this prompt"
+        assert not isinstance(prompt, SegmentedPrompt | ReaderPrompt), "another backend prepared this prompt"
         for sample, listener in zip(samples, listeners, strict=True):
             self._engine.submit(prompt, sample, listener)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stillroom.core.ids import RequestId
 from stillroom.core.indexed_heap import IndexedHeap
-from stillroom.core.request import Request
+from stillroom.core.request import SampleRequest
 from stillroom.errors import DeadlineExceededError, RequestTimeoutError
 
 
@@ -28,7 +28,7 @@ class Deadlines:
         self._limits: dict[RequestId, _Limit] = {}
         self._order: IndexedHeap[RequestId] = IndexedHeap()
 
-    def begin(self, request: Request, now: float) -> None:
+    def begin(self, request: SampleRequest, now: float) -> None:
         limit = _Limit(math.inf if request.deadline is None else request.deadline)
         at = min(limit.deadline, now + self._timeout)
         if at < math.inf:

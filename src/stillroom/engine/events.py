@@ -1,4 +1,4 @@
-"""Events of a request, from the local engine or a remote one: pieces of its answer, and its end."""
+"""Events of a request, from the local engine, the reader or a remote engine: pieces of its answer, and its end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class TokenEvent:
 
     request_id: RequestId
     token_id: int | None
-    """The new token; None if the request ended without one, and from a remote engine."""
+    """The new token; None if the request ended without one, and from engines that send text."""
     finish_reason: FinishReason | None
     """Set on the last event of a request."""
     at: float
@@ -33,7 +33,7 @@ class TokenEvent:
     error: Exception | None = None
     """Why the engine aborted the request."""
     text: str = ""
-    """The new text, from a remote engine."""
+    """The new text, from a remote engine or the reader."""
     usage: RemoteUsage | None = None
     """On the last event, from a remote engine."""
     logprobs: TokenLogprobs | None = None
@@ -41,7 +41,11 @@ class TokenEvent:
     reuse: PromptReuse | None = None
     """From the local engine, with the first token."""
     admission: Admission | None = None
-    """From the local engine, with the first token."""
+    """From the local engine and the reader, with the first token or piece."""
+    highlight: tuple[int, int] | None = None
+    """Characters of the whole answer that answer the question; from the reader, the same on every event."""
+    confidence: float | None = None
+    """Probability that the documents answer the question; from the reader, the same on every event."""
 
 
 Listener = Callable[[TokenEvent], None]

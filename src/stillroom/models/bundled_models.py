@@ -3,6 +3,7 @@
 `bundled` names the default model (`DEFAULT`), `bundled:NAME` a certain one.
 """
 
+import json
 from pathlib import Path
 
 from stillroom.config.settings import BUNDLED_MODEL
@@ -11,10 +12,21 @@ from stillroom.errors import ModelNotFoundError
 FOLDER = Path(__file__).parent / "bundled"
 
 DEFAULT = "microworld"
+READER = f"{BUNDLED_MODEL}:reader"
+"""Quotes documents; generates no tokens, and has no KV."""
+MICROWORLD = f"{BUNDLED_MODEL}:microworld"
+"""Generates tokens; for tests, and to show reuse of KV."""
+_READER_TYPE = "stillroom-reader"
+"""`model_type` in the `config.json` of a reader."""
 
 
 def bundled_names() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def full_name(model: str) -> str:
+    """Return the name with which the default model is chosen whatever the default; other names unchanged."""
+    return f"{BUNDLED_MODEL}:{DEFAULT}" if model == BUNDLED_MODEL else model
 
 
 def bundled_folder(model: str) -> Path | None:
@@ -23,11 +35,24 @@ def bundled_folder(model: str) -> Path | None:
     Raises:
         ModelNotFoundError: the package has no model of this name.
     """
-    kind, colon, name = model.partition(":")
-    if kind != BUNDLED_MODEL:
+    kind, colon, name = full_name(model).partition(":")
+    if kind != BUNDLED_MODEL or not colon:
         return None
-    name = name if colon else DEFAULT
     if name not in bundled_names():
         known = ", ".join(f"{BUNDLED_MODEL}:{one}" for one in bundled_names())
         raise ModelNotFoundError(f"there is no bundled model {name!r}; the package has {known}")
     return FOLDER / name
+
+
+def reader_folder(model: str) -> Path | None:
+    """Return the folder of a reader, the bundled one or another; None if `model` names another kind of model.
+
+    Raises:
+        ModelNotFoundError: the package has no model of this name.
+    """
+    folder = bundled_folder(model) or Path(model).expanduser()
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return folder if isinstance(config, dict) and config.get("model_type") == _READER_TYPE else None

@@ -9,7 +9,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from stillroom.models.bundled_models import bundled_folder
+from stillroom.models.bundled_models import MICROWORLD, bundled_folder, full_name, reader_folder
 
 if TYPE_CHECKING:  # finding a tokenizer needs no tensors
     import torch
@@ -22,7 +22,13 @@ def resolve(model: str) -> Path:
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub does not have the name or cannot be reached.
+        UnsupportedModelError: it is a reader, which is no checkpoint of a decoder.
     """
+    if reader_folder(model) is not None:
+        raise UnsupportedModelError(
+            f"{full_name(model)} quotes documents; it generates no tokens and has no KV. Give a model that generates: "
+            f"--model (runtime.model) with a checkpoint's folder, a hub name, or {MICROWORLD} for a demonstration"
+        )
     bundled = bundled_folder(model)
     if bundled is not None:
         return bundled

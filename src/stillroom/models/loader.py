@@ -9,6 +9,7 @@ import torch
 
 from stillroom.config.settings import Dtype, Weights
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
+from stillroom.models.bundled_models import full_name
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
 from stillroom.models.mixture_of_experts import GatedMlp
@@ -44,12 +45,12 @@ def load_model(
     """Load a checkpoint.
 
     Args:
-        model: `bundled`, a folder, or a hub name.
+        model: a bundled decoder, a folder, or a hub name.
         max_model_len: see `spec_from_config`.
 
     Raises:
         ModelNotFoundError: the checkpoint or one of its files is missing.
-        UnsupportedModelError: its architecture or one of its features is not implemented.
+        UnsupportedModelError: it is a reader, or its architecture or one of its features is not implemented.
         ModelError: its files are damaged or disagree with each other.
         ConfigError: there is no such device.
     """
@@ -57,7 +58,7 @@ def load_model(
     spec_from_config(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
-    name = model if not Path(model).is_dir() else Path(model).resolve().name
+    name = full_name(model) if not Path(model).is_dir() else Path(model).resolve().name
     fingerprint = fingerprint_of(folder, decoder, weights)
     return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
 

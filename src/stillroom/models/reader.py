@@ -4,7 +4,7 @@ Weights are those of `models/bundled/reader`; word embeddings and tokenizer come
 default embedder, from which the reader was trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from stillroom.models.reader_model import ReaderModel, ReaderSpec
 _CLS, _SEP = 101, 102
 _MAX_QUESTION, _MAX_HEADING, _MAX_ROW = 64, 48, 384
 _TOKEN_BLOCK = 32
+_MAX_ROWS = 32
+"""Rows computed at a time, which bounds the memory of activations."""
 _MAX_ANSWER_TOKENS = 40
 
 
@@ -49,26 +51,42 @@ class Reading:
 class Reader:
     """Reads passages. Thread-safe: it keeps no state between calls."""
 
-    def __init__(self, model: ReaderModel, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
-        self._model = model.to(dtype).eval().requires_grad_(False)
+    def __init__(
+        self, model: ReaderModel, tokenizer: Tokenizer, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        """
+        Args:
+            device: None is the CPU.
+        """
+        self._device = device or torch.device("cpu")
+        self._model = model.to(self._device, dtype).eval().requires_grad_(False)
         self._tokenizer = tokenizer
+
+    def count_tokens(self, text: str) -> int:
+        """Count the tokens of a text without special tokens."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def read(self, question: str, passages: Sequence[Passage]) -> list[Reading | None]:
         """Return the best answer of each passage; None for a passage without words.
 
         A passage has the same reading whichever others are read with it.
         """
-        asked = self._tokenizer.encode(question, add_special_tokens=False).ids[:_MAX_QUESTION]
-        rows = [self._row(asked, passage) for passage in passages]
+        return self.read_several([(question, passages)])[0]
+
+    def read_several(self, questions: Sequence[tuple[str, Sequence[Passage]]]) -> list[list[Reading | None]]:
+        """`read` for several questions at once, each with its own passages."""
+        passages = [passage for _, own in questions for passage in own]
+        rows = [row for question, own in questions for row in self._rows(question, own)]
         readings: list[Reading | None] = [None] * len(rows)
-        by_length: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            if len(row.offsets):
-                by_length.setdefault(-(-len(row.ids) // _TOKEN_BLOCK) * _TOKEN_BLOCK, []).append(index)
-        for length, indexes in by_length.items():
+        for length, indexes in _batches([len(row.ids) if len(row.offsets) else 0 for row in rows]):
             for index, logits in zip(indexes, self._logits([rows[index] for index in indexes], length), strict=True):
                 readings[index] = best_reading(passages[index].text, rows[index].offsets, logits)
-        return readings
+        found = iter(readings)
+        return [[next(found) for _ in own] for _, own in questions]
+
+    def _rows(self, question: str, passages: Sequence[Passage]) -> "list[_Row]":
+        asked = self._tokenizer.encode(question, add_special_tokens=False).ids[:_MAX_QUESTION]
+        return [self._row(asked, passage) for passage in passages]
 
     def _row(self, asked: list[int], passage: Passage) -> "_Row":
         heading = self._tokenizer.encode(passage.heading, add_special_tokens=False).ids[:_MAX_HEADING]
@@ -86,17 +104,19 @@ class Reader:
             parts[number, row.num_question : len(row.ids)] = 1
             is_token[number, : len(row.ids)] = True
         with torch.inference_mode():
-            logits = self._model(ids, parts, is_token).numpy()
+            inputs = (ids.to(self._device), parts.to(self._device), is_token.to(self._device))
+            logits = self._model(*inputs).cpu().numpy()
         return [logits[n, row.first : row.first + len(row.offsets)] for n, row in enumerate(rows)]
 
 
-def load_reader(folder: Path, embedder: Path, dtype: torch.dtype) -> Reader:
+def load_reader(folder: Path, embedder: Path, dtype: torch.dtype, device: torch.device | None = None) -> Reader:
     """Load a reader.
 
     Args:
         folder: `config.json` with the sizes, and `model.safetensors` without word embeddings.
         embedder: the folder of the encoder that the reader was trained from: word embeddings and tokenizer.
         dtype: of weights and products: float32, or bfloat16 where the processor multiplies it in hardware.
+        device: None is the CPU.
 
     Raises:
         ModelError: a file is missing or damaged, or the embedder is not the one that the reader was trained from.
@@ -113,7 +133,19 @@ def load_reader(folder: Path, embedder: Path, dtype: torch.dtype) -> Reader:
     tokenizer = Tokenizer.from_file(str(embedder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Reader(model, tokenizer, dtype)
+    return Reader(model, tokenizer, dtype, device)
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the length to pad to and the indexes of at most `_MAX_ROWS` rows that need it; rows of length 0 are left
+    out."""
+    by_length: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        if length:
+            by_length.setdefault(-(-length // _TOKEN_BLOCK) * _TOKEN_BLOCK, []).append(index)
+    for length, indexes in by_length.items():
+        for start in range(0, len(indexes), _MAX_ROWS):
+            yield length, indexes[start : start + _MAX_ROWS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class SpeculationOutcome(StrEnum):
     """Outcome of speculative prefill, which begins before the search has ended (docs/pipelining.md)."""
 
     OFF = "off"
-    """Switched off, or the engine is a server elsewhere."""
+    """Switched off, or the engine is the reader or a server elsewhere."""
     PLAIN = "plain"
     """The search ran without stages, because speculation does not pay here, or to measure a plain search."""
     NONE = "none"
@@ -305,8 +305,8 @@ class Answer:
     request_id: RequestId
     text: str
     token_ids: tuple[int, ...]
-    """Generated tokens without the end-of-sequence token; the last ones may belong to a stop string. Empty from a
-    server elsewhere, which sends text."""
+    """Generated tokens without the end-of-sequence token; the last ones may belong to a stop string. Empty from the
+    reader and from a server elsewhere, which send text."""
     finish_reason: str
     """`stop`: the model ended the answer, or a stop string did. `length`: `max_tokens` was reached."""
     sources: tuple[Source, ...]
@@ -320,6 +320,11 @@ class Answer:
     citations: tuple[Citation, ...] = ()
     """In the order of the text; several for a sentence that names several sources. Sentences that state nothing have
     none. Empty if `generation.citations` is off."""
+    highlight: tuple[int, int] | None = None
+    """Characters of `text` that the reader marks as the answer; None from other models, and if the documents do not
+    say."""
+    confidence: float | None = None
+    """Probability that the sources answer the question, by the reader; None from other models."""
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
@@ -332,6 +337,8 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "model": model,
         "text": answer.text,
         "finish_reason": answer.finish_reason,
+        "highlight": answer.highlight,
+        "confidence": answer.confidence,
         "num_generated_tokens": answer.num_generated_tokens,
         "sources": sources,
         "timing": asdict(answer.timing),

@@ -85,11 +85,13 @@ def answer_as_json(question: str, answer: "Answer") -> JsonObject:
 
 
 def details_as_json(answer: "Answer") -> JsonObject:
-    """Timing, reuse, speculation and citations of an answer: the same for the command line, HTTP replies and streams.
+    """What an answer reports beside its text: the same for the command line, HTTP replies and streams.
 
     A field that is added here also goes into `AnswerDetails` and `StreamDetails` (server/schemas/replies.py).
     """
     return {
+        "highlight": None if answer.highlight is None else list(answer.highlight),
+        "confidence": answer.confidence,
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
         "speculation": dataclasses.asdict(answer.speculation),

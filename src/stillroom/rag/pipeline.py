@@ -166,11 +166,11 @@ class Pipeline:
         """Decode tokens, without special ones.
 
         Raises:
-            UsageError: the model has no such token, or the engine is a server.
+            UsageError: the model has no such token or continues no prompts, or the engine is a server.
         """
+        self._backend.prepare_raw(token_ids)  # refuses unknown tokens
         if self._backend.tokenizer is None:
             raise UsageError("the tokenizer is at the server elsewhere; send the prompt as text")
-        self._backend.prepare_raw(token_ids)  # refuses unknown tokens
         return self._backend.tokenizer.decode(token_ids)
 
     def _astreams(self, prepared: _PreparedAnswers) -> list[AsyncAnswerStream]:

@@ -18,6 +18,7 @@ from stillroom.core.kv import NO_TENANT, owner_of
 from stillroom.errors import ConfigError, EngineClosedError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.kvstore.owners import OwnerNote, note_owner
+from stillroom.models.bundled_models import full_name, reader_folder
 from stillroom.rag.kv_sweep import sweep_kv
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -81,11 +82,11 @@ class PipelineLoader:
 
     @property
     def model_name(self) -> str:
-        """The model's name, as it was given."""
+        """The model's name, as it was given; `bundled` as the name of the default model."""
         if self.backend:
             return self.backend.name
         engine = self._config.engine
-        return self._config.runtime.model if engine.kind == "builtin" else engine.model or engine.base_url
+        return full_name(self._config.runtime.model) if engine.kind == "builtin" else engine.model or engine.base_url
 
     @property
     def is_ready(self) -> bool:
@@ -191,6 +192,10 @@ class PipelineLoader:
             from stillroom.backends.openai import connect
 
             return connect(config.engine, config.runtime.model, self._clock)
+        if folder := reader_folder(config.runtime.model):
+            from stillroom.backends.reader.reader_backend import build_reader_backend
+
+            return build_reader_backend(config, self._clock, folder)
         from stillroom.backends.local import build_backend
 
         backend = build_backend(config, self._clock, self._kb.path)

@@ -95,7 +95,8 @@ class Stillroom:
         """Open the knowledge base at `path`, or create one there.
 
         Args:
-            model: `bundled`, a checkpoint's folder or a hub name; overrides `config.runtime.model`.
+            model: `bundled:reader` (the default), `bundled:microworld`, a checkpoint's folder or a hub name; overrides
+                `config.runtime.model`.
             create: create a knowledge base if there is none.
 
         Raises:
@@ -365,7 +366,7 @@ class Stillroom:
 
     @property
     def model_name(self) -> str:
-        """The model's name, as it was given."""
+        """The model's name, as it was given; `bundled` as the name of the default model."""
         return self._loader.model_name
 
     @property
@@ -381,7 +382,7 @@ class Stillroom:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in total; 0 before the model is loaded, and if the engine is a server elsewhere."""
+        """KV blocks in total; 0 before the model is loaded, and if it is a reader or on a server elsewhere."""
         return backend.load.num_blocks if (backend := self._loader.backend) else 0
 
     @property

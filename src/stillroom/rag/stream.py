@@ -57,7 +57,7 @@ class AnswerProgress:
     def __init__(self, started: AnswerStart) -> None:
         self._started = started
         self.num_pieces = 0
-        """Tokens, or pieces of text from a server elsewhere."""
+        """Tokens, or pieces of text from the reader or a server elsewhere."""
         self.reuse: PromptReuse | None = None
         """Set with the first token; stays None if the engine is a server elsewhere."""
         self.first_at: float | None = None
@@ -162,6 +162,8 @@ class AnswerCollector:
         self._token_ids: list[int] = []
         self._pieces: list[str] = []
         self._progress = AnswerProgress(started)
+        self._highlight: tuple[int, int] | None = None
+        self._confidence: float | None = None
         self._cite = cite
         self._completing = threading.Lock()
         self._is_complete = False
@@ -180,6 +182,7 @@ class AnswerCollector:
         if event.finish_reason is FinishReason.ABORTED:
             raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
         self._progress.note(event)
+        self._highlight, self._confidence = event.highlight, event.confidence
         piece = self._text(event)
         self._pieces.append(piece)
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
@@ -232,9 +235,10 @@ class AnswerCollector:
         return score(token_id, found.logprob, tuple(score(one, logprob) for one, logprob in found.top))
 
     def _finish(self, reason: FinishReason, usage: RemoteUsage) -> Answer:
+        text = "".join(self._pieces)
         return Answer(
             request_id=self.started.request_id,
-            text="".join(self._pieces),
+            text=text,
             token_ids=tuple(self._token_ids),
             finish_reason=reason.value,
             sources=self.started.sources,
@@ -243,7 +247,14 @@ class AnswerCollector:
             num_generated_tokens=usage.num_generated_tokens,
             logprobs=tuple(self.scores) if self.scores else None,
             speculation=self.started.speculation,
+            highlight=_within(self._highlight, len(text)),
+            confidence=self._confidence,
         )
+
+
+def _within(span: tuple[int, int] | None, length: int) -> tuple[int, int] | None:
+    """The part of a span in a text that `max_tokens` or a stop string has cut; None if nothing is left of it."""
+    return None if span is None or span[0] >= length else (span[0], min(span[1], length))
 
 
 def _phases(admission: Admission | None, searched_at: float, first_at: float) -> dict[str, float]:

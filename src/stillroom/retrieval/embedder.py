@@ -221,21 +221,9 @@ def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:
         return getattr(torch, config.dtype)
     if config.dtype == "float32":
         return None
-    has_bfloat16 = torch.cuda.is_bf16_supported() if device == "cuda" else _cpu_has_bfloat16()
-    return torch.bfloat16 if has_bfloat16 else None
+    from stillroom.ops.bfloat16 import has_bfloat16
 
-
-def _cpu_has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 in hardware; emulation is slower than float32."""
-    import torch
-
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    found: dict[str, Any] = capabilities() if capabilities is not None else {}
-    names = ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16")
-    if any(found.get(name) for name in names):
-        return True
-    older = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(older is not None and older())
+    return torch.bfloat16 if has_bfloat16(device) else None
 
 
 def _load_model(files: ModelFiles) -> Any:

@@ -42,6 +42,11 @@ class AnswerDetails(BaseModel):
 
     request_id: str
     sources: list[Source] | None = None
+    highlight: tuple[int, int] | None = None
+    """First character of the text that answers the question, and the one after the last; null unless a reader
+    answered."""
+    confidence: float | None = None
+    """Probability that the sources answer the question; null unless a reader answered."""
     timing: Timing
     reuse: ReuseReport
     speculation: SpeculationReport
@@ -55,6 +60,8 @@ class StreamDetails(BaseModel):
 
     request_id: str
     sources: list[Source] | None = None
+    highlight: tuple[int, int] | None = None
+    confidence: float | None = None
     timing: Timing | None = None
     reuse: ReuseReport | None = None
     speculation: SpeculationReport | None = None

@@ -1,0 +1,169 @@
+"""Chooses the answer among the readings of several chunks, and writes it as a quote with the number of its source."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stillroom.core.sentences import Span
+from stillroom.engine.reader_engine import ReaderAnswer
+
+if TYPE_CHECKING:  # it imports torch
+    from stillroom.models.reader import Reading
+
+NO_ANSWER = "The documents do not say."
+
+_MIN_WORDS = 3
+"""A sentence with fewer words, such as a table cell, is shown with the lines around it."""
+_MAX_AROUND, _MAX_LIST = 300, 400
+"""Most characters of the lines around a fragment, and of the list or code after a colon."""
+
+_BREAK_IN_SENTENCE = re.compile(r"[ \t]*[\r\n]\s*")
+_MARKER = re.compile(r"[ \t]*(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]+)+")
+_FENCE = re.compile(r"[ \t]*(?:```|~~~)")
+_ITEM = re.compile(r"[ \t]*(?:[-*+|\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]|[ \t]*\||[ ]{4,}\S|\t")
+_GAP = re.compile(r"[ \t]*\n(?:[ \t]*\n)?")
+
+
+def choose(
+    texts: Sequence[str], readings: "Sequence[Reading | None]", threshold: float, rank_weight: float = 0.0
+) -> ReaderAnswer:
+    """Write the best reading as an answer: its sentence, unchanged except for line breaks, and ` [n]`.
+
+    Args:
+        texts: of the chunks, in the order of the search. Source 1 is the first.
+        readings: one for each chunk; None where it has no words.
+        threshold: lowest score, in log odds, of an answer; below it the documents do not say.
+        rank_weight: subtracted from a score for each place in the order of the search.
+    """
+    found = [(reading.score - rank_weight * rank, -rank) for rank, reading in enumerate(readings) if reading]
+    if not found:
+        return ReaderAnswer(NO_ANSWER, None, 0.0)
+    rank = -max(found)[1]
+    best = readings[rank]
+    assert best is not None
+    confidence = _sigmoid(best.score)
+    if best.score < threshold:
+        return ReaderAnswer(NO_ANSWER, None, confidence)
+    text, highlight = quote(texts[rank], best.span, best.sentence)
+    return ReaderAnswer(f"{text}{_gap_before_number(text)}[{rank + 1}]", highlight, confidence)
+
+
+def quote(text: str, span: Span, sentence: Span) -> tuple[str, Span]:
+    """Write a sentence of a text; returns it, and the characters of it that `span` has become.
+
+    Line breaks inside the sentence become blanks, and a list marker before it is left out. After a colon, the list or
+    code that follows is shown too. Code, and a sentence of one or two words, is shown with the lines around it.
+
+    Args:
+        span: characters of `text`, inside `sentence`.
+    """
+    start, end = sentence
+    if marker := _MARKER.match(text, start, span[0]):
+        start = marker.end()
+    if _num_words(text, start, end) < _MIN_WORDS or _is_in_fence(text[:start]):
+        return _as_lines(text, _lines_around(text, start, end), span)
+    shown = _on_one_line(text[start:end])
+    highlight = len(_on_one_line(text[start : span[0]])), len(_on_one_line(text[start : span[1]]))
+    if text[end - 1] == ":" and (block := _block_after(text, end)):
+        shown += "\n" + _as_lines(text, block, block)[0]
+    return shown, highlight
+
+
+def _on_one_line(text: str) -> str:
+    return _BREAK_IN_SENTENCE.sub(" ", text)
+
+
+def _lines(text: str) -> list[Span]:
+    """Lines without their ends."""
+    ends = [match.start() for match in re.finditer(r"\n", text)]
+    return list(zip([0, *(end + 1 for end in ends)], [*ends, len(text)], strict=True))
+
+
+def _lines_around(text: str, start: int, end: int) -> Span:
+    """Return whole lines around the characters [start, end): those next to them, at most `_MAX_AROUND` characters.
+
+    A blank line ends them, unless they have too few words before it.
+    """
+    lines = _lines(text)
+    first = max(index for index, line in enumerate(lines) if line[0] <= start)
+    last = max(index for index, line in enumerate(lines) if line[0] < max(end, start + 1))
+
+    def fits(low: int, high: int) -> bool:
+        return low >= 0 and high < len(lines) and lines[high][1] - lines[low][0] <= _MAX_AROUND
+
+    def is_blank(index: int) -> bool:
+        return not text[slice(*lines[index])].strip()
+
+    can_grow = True
+    while can_grow:
+        can_grow = False
+        if fits(first, last + 1) and not is_blank(last + 1):
+            last, can_grow = last + 1, True
+        if fits(first - 1, last) and not is_blank(first - 1):
+            first, can_grow = first - 1, True
+    while _num_words(text, lines[first][0], lines[last][1]) < _MIN_WORDS and fits(first, last + 1):
+        last += 1
+    while last > first and is_blank(last):
+        last -= 1
+    return min(lines[first][0], start), max(lines[last][1], end)
+
+
+def _num_words(text: str, start: int, end: int) -> int:
+    return len(re.findall(r"\w+", text[start:end]))
+
+
+def _block_after(text: str, end: int) -> Span | None:
+    """Return the whole lines of the list, table or code that begins on the line after `end`; None if there is none."""
+    gap = _GAP.match(text, end)
+    if gap is None:
+        return None
+    lines = [line for line in _lines(text) if line[0] >= gap.end()]
+    if not lines or not (_ITEM.match(text, *lines[0]) or _FENCE.match(text, *lines[0])):
+        return None
+    is_code = _FENCE.match(text, *lines[0]) is not None
+    last = None
+    for index, line in enumerate(lines):
+        if line[1] - lines[0][0] > _MAX_LIST or (not is_code and _ends_list(text, lines, index)):
+            break
+        last = line
+        if is_code and index and _FENCE.match(text, *line):
+            break
+    return None if last is None else (lines[0][0], last[1])
+
+
+def _ends_list(text: str, lines: Sequence[Span], index: int) -> bool:
+    """Whether a list ends before a line: at a blank line, unless an item or an indented line follows."""
+    if text[slice(*lines[index])].strip():
+        return False
+    following = lines[index + 1] if index + 1 < len(lines) else None
+    return following is None or not (_ITEM.match(text, *following) or text[following[0] : following[0] + 1].isspace())
+
+
+def _as_lines(text: str, block: Span, span: Span) -> tuple[str, Span]:
+    """Return whole lines unchanged, with the marks of a code block that begins before or ends after them; and where
+    `span` is in them."""
+    start, end = block
+    end = start + len(text[start:end].rstrip())
+    opening = "```\n" if _is_in_fence(text[:start]) and not _FENCE.match(text, start, end) else ""
+    shown = opening + text[start:end]
+    closing = "\n```" if _is_in_fence(shown + "\n") else ""
+    offset = len(opening) - start
+    return shown + closing, (span[0] + offset, span[1] + offset)
+
+
+def _is_in_fence(before: str) -> bool:
+    """Whether a code block is open after these lines."""
+    return sum(_FENCE.match(before, *line) is not None for line in _lines(before)) % 2 == 1
+
+
+def _gap_before_number(text: str) -> str:
+    """A line end after a code block, which the number would keep open; else a blank."""
+    return "\n" if _FENCE.match(text.rpartition("\n")[2]) else " "
+
+
+def _sigmoid(log_odds: float) -> float:
+    if log_odds >= 0:
+        return 1 / (1 + math.exp(-log_odds))
+    odds = math.exp(log_odds)
+    return odds / (1 + odds)
