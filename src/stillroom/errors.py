@@ -24,6 +24,10 @@ class UnknownDocumentError(UsageError):
     """The knowledge base holds no document of that name."""
 
 
+class SeveralDocumentsError(UsageError):
+    """A name was given for one document, and several documents have it."""
+
+
 class UnknownRequestError(UsageError):
     """The request log does not hold the question: it was never asked, or its record has expired."""
 
@@ -94,6 +98,10 @@ class NothingFoundError(KnowledgeBaseError):
 
 class DocumentError(StillroomError):
     """One document could not be read."""
+
+
+class OriginalGoneError(DocumentError):
+    """The file of an indexed document is not there any more, or its content is not what was indexed."""
 
 
 class ReaderUnavailableError(DocumentError):

@@ -4,6 +4,7 @@ An answer is the question's words, one token each. Streams wait while `gate` is 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import threading
 import time
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 from stillroom.backends.conversation import NO_HISTORY
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.cancellation import Cancellation
-from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
+from stillroom.core.document import Chunk, DocumentInfo, Paragraph, ScoredChunk, SearchResult
+from stillroom.core.document_content import DocumentContent
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
     EngineClosedError,
     NothingFoundError,
+    OriginalGoneError,
     RequestAbortedError,
     StillroomError,
     UnknownDocumentError,
@@ -33,6 +36,7 @@ from stillroom.rag.question import sources_of
 from stillroom.rag.records import Records
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
+from stillroom.retrieval.originals import OriginalFile
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
@@ -142,8 +146,26 @@ class FakeUploads:
 
     find_any = find
 
+    def one(self, name: str) -> DocumentInfo:
+        found = self.find(name)
+        if not found:
+            raise UnknownDocumentError(f"there is no document {name!r}")
+        return found[0]
+
     def name_of(self, document_id: str) -> str | None:
         return document_id.removeprefix("uploads/") if document_id.startswith("uploads/") else None
+
+
+class FakeOriginals:
+    """No document has a file."""
+
+    def __init__(self, stillroom: "FakeStillroom") -> None:
+        self.content = stillroom.document_content
+
+    @contextlib.contextmanager
+    def file(self, document_id: str) -> Iterator[OriginalFile]:
+        raise OriginalGoneError("the file is no longer there")
+        yield  # makes this a generator
 
 
 class FakeStillroom:
@@ -157,6 +179,7 @@ class FakeStillroom:
         self.list_figures: ListFigures | None = None
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.uploads = FakeUploads(self)
+        self.originals = FakeOriginals(self)
         self.asked: list[tuple[str, AskOptions]] = []
         self.filters: list[str] = []
         self.citations: tuple[Citation, ...] = ()
@@ -215,6 +238,15 @@ class FakeStillroom:
 
     def chunks_of(self, document_id: str, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         return [_chunk(document_id, self.texts[document_id])][offset:][:limit]
+
+    def document_content(self, document: str, stop: Cancellation | None = None) -> DocumentContent:
+        info = self.uploads.one(document)
+        lines = self.texts[info.document_id].split("\n")
+        paragraphs = tuple(Paragraph(text, ("Rotation",), at, at) for at, text in enumerate(lines, start=1))
+        return DocumentContent(info.document_id, info.title, paragraphs, "file", num_lines=len(lines))
+
+    def documents_like(self, name: str) -> list[DocumentId]:
+        return [DocumentId(one) for one in sorted(self.texts) if one.endswith(name)]
 
     def upload(
         self,

@@ -47,6 +47,8 @@ OPERATIONS = [
     ("POST", "/v1/documents"),
     ("GET", "/v1/documents"),
     ("GET", "/v1/documents/{document}"),
+    ("GET", "/v1/documents/{document}/content"),
+    ("GET", "/v1/documents/{document}/pages/{page}.png"),
     ("DELETE", "/v1/documents/{document}"),
     ("GET", "/v1/jobs"),
     ("GET", "/v1/jobs/{job_id}"),

@@ -17,7 +17,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stillroom.cli import add, ask, cache, calibrate, console, documents, explain, keys, plan, search, serve, verify
+from stillroom.cli import (
+    add,
+    ask,
+    cache,
+    calibrate,
+    console,
+    documents,
+    explain,
+    keys,
+    plan,
+    search,
+    serve,
+    show,
+    verify,
+)
 from stillroom.core.panics import ENDINGS
 from stillroom.errors import StillroomError
 from stillroom.server.error_kinds import FAILED, WRONG_CALL, kind_of
@@ -86,6 +100,7 @@ def build_app() -> typer.Typer:
     app.command("add", help=add.HELP)(add.add)
     app.command("remove", help=documents.REMOVE_HELP)(documents.remove)
     app.command("list", help=documents.LIST_HELP)(documents.list_)
+    app.command("show", help=show.HELP)(show.show)
     app.command("digest", help=documents.DIGEST_HELP)(documents.digest)
     app.command("verify", help=verify.HELP)(verify.verify)
     app.command("search", help=search.HELP)(search.search)

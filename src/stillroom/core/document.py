@@ -23,6 +23,11 @@ class Paragraph:
     end_page: int = 0
     """Last page, inclusive."""
 
+    @property
+    def keeps_lines(self) -> bool:
+        """Whether the text has the line breaks of its file."""
+        return self.text.count("\n") == self.end_line - self.start_line
+
 
 @dataclass(frozen=True, slots=True)
 class Document:

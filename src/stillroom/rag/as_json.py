@@ -4,11 +4,12 @@ Imports no FastAPI, pydantic or torch, so that the command line starts fast.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stillroom.config.settings import SearchMode
-from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
+from stillroom.core.document import Chunk, DocumentInfo, Paragraph, ScoredChunk, SearchResult
+from stillroom.core.document_content import DocumentContent
 from stillroom.core.ids import format_chunk_id
 
 if TYPE_CHECKING:  # the command line prints --help without importing the engine
@@ -96,6 +97,25 @@ def details_as_json(answer: "Answer") -> JsonObject:
         "reuse": dataclasses.asdict(answer.reuse),
         "speculation": dataclasses.asdict(answer.speculation),
         "citations": [dataclasses.asdict(citation) for citation in answer.citations],
+    }
+
+
+def content_as_json(
+    content: DocumentContent,
+    paragraphs: Sequence[Paragraph],
+    shown_id: Callable[[str], str] = lambda document_id: document_id,
+) -> JsonObject:
+    """The text of a document, or the paragraphs of a part of it. `shown_id` as for `search_as_json`."""
+    return {
+        "document": shown_id(content.document_id),
+        "title": content.title,
+        "source": content.source,
+        "notice": content.notice,
+        "num_lines": content.num_lines,
+        "num_pages": content.num_pages,
+        "has_file": content.has_file,
+        "has_page_images": content.has_page_images,
+        "paragraphs": [dataclasses.asdict(paragraph) for paragraph in paragraphs],
     }
 
 

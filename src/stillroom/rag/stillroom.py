@@ -19,6 +19,7 @@ from stillroom.core.arguments import text
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
+from stillroom.core.document_content import DocumentContent
 from stillroom.core.ids import DocumentId, public_id
 from stillroom.core.kv import salt_of
 from stillroom.engine.deadlines import deadline_error
@@ -31,6 +32,8 @@ from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.originals import Originals
+from stillroom.retrieval.store.document_names import documents_like
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
 from stillroom.retrieval.vector_index import NUM_STAGES
@@ -71,6 +74,8 @@ class Stillroom:
         self._opened_kb = kb
         self._search = QueryCache(kb, config.query_cache)
         self.uploads = Uploads(kb)
+        self.originals = Originals(kb.corpus, config.documents)
+        """Texts, files and pages of the indexed documents."""
         self._clock = clock
         self._traces = TraceLog(kb.path / TRACE_FILE, config.trace.keep)
         self._loader = loader = PipelineLoader(kb, self._search, config, metrics, self._traces, clock, shared)
@@ -226,6 +231,27 @@ class Stillroom:
             return 0
         with self._changing():
             return self.uploads.complete(stop)
+
+    def document_content(self, document: str, stop: Cancellation | None = None) -> DocumentContent:
+        """The text of a document, by its id, public id or upload name: from its file if that still holds what was
+        indexed, else from the index.
+
+        Args:
+            stop: cancels the reading from another thread.
+
+        Raises:
+            UnknownDocumentError: nothing indexed has that name.
+            SeveralDocumentsError: several documents have it.
+            ChangeCancelledError: `stop` was cancelled.
+        """
+        self._loader.check_open()
+        return self.originals.content(self.uploads.one(document).document_id, stop)
+
+    def documents_like(self, name: str) -> list[DocumentId]:
+        """The indexed documents that a short name may mean, such as `guide.md` for `/srv/docs/guide.md`; several if it
+        is not clear which one."""
+        known = [info.document_id for info in self._kb.documents()]
+        return documents_like(name, known, self._kb.corpus.names)
 
     def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         """A document's indexed chunks in order, from `offset`, at most `limit`."""

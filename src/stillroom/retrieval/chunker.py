@@ -165,7 +165,7 @@ def _stretches(paragraph: Paragraph, max_chars: int) -> Iterator[Paragraph]:
     while start < len(text):
         end = _end_of_stretch(text, start, max_chars)
         part = text[start:end].rstrip()
-        if _keeps_lines(paragraph):
+        if paragraph.keeps_lines:
             yield dataclasses.replace(paragraph, text=part, start_line=line, end_line=line + part.count("\n"))
         else:
             yield dataclasses.replace(paragraph, text=part)
@@ -189,14 +189,9 @@ def _end_of_stretch(text: str, start: int, max_chars: int) -> int:
 def _piece_of(paragraph: Paragraph, start: int, end: int, num_tokens: int) -> _Piece:
     """Return a span of a paragraph with its pages and its lines, or all lines of the paragraph if they are unknown."""
     text, first, last = paragraph.text, paragraph.start_line, paragraph.end_line
-    if _keeps_lines(paragraph):
+    if paragraph.keeps_lines:
         first, last = (paragraph.start_line + text.count("\n", 0, place) for place in (start, end))
     return _Piece(text[start:end], num_tokens, first, last, paragraph.start_page, paragraph.end_page)
-
-
-def _keeps_lines(paragraph: Paragraph) -> bool:
-    """Return whether the text has the line breaks of its file."""
-    return paragraph.text.count("\n") == paragraph.end_line - paragraph.start_line
 
 
 class _TextSplitter:

@@ -23,7 +23,14 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
-from stillroom.errors import ChangeCancelledError, StillroomError, StorageError, UnknownDocumentError, UsageError
+from stillroom.errors import (
+    ChangeCancelledError,
+    SeveralDocumentsError,
+    StillroomError,
+    StorageError,
+    UnknownDocumentError,
+    UsageError,
+)
 from stillroom.retrieval.atomic_files import make_folder_durably, replace_durably
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -180,6 +187,20 @@ class Uploads:
         found = self.find(name)
         unindexed = None if found else self._not_indexed(name)
         return found if unindexed is None else [unindexed]
+
+    def one(self, name: str) -> DocumentInfo:
+        """Return the document, or the file that is not indexed, of that id or name.
+
+        Raises:
+            UnknownDocumentError: Nothing has that name.
+            SeveralDocumentsError: It is the name of a file with several documents.
+        """
+        found = self.find_any(name)
+        if not found:
+            raise UnknownDocumentError(f"there is no document {name!r}; GET /v1/documents lists them")
+        if len(found) > 1:
+            raise SeveralDocumentsError(f"{name!r} holds {len(found)} documents; ask for one by its id")
+        return found[0]
 
     @property
     def are_incomplete(self) -> bool:

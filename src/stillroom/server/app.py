@@ -34,6 +34,7 @@ from stillroom.server.routes import chat, health
 from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
 from stillroom.server.routes.chat import ask_options, read_messages
 from stillroom.server.routes.completions import Completions
+from stillroom.server.routes.content_routes import ContentRoutes
 from stillroom.server.routes.document_routes import DocumentRoutes
 from stillroom.server.routes.health import Readiness
 from stillroom.server.routes.json_body import JsonRoute
@@ -98,6 +99,7 @@ def create_app(
     for router in (
         _Api(workers).router(),
         console.router(),
+        ContentRoutes(workers).router(),  # before the routes whose document's name may hold anything
         documents.router(),
         health.router(readiness),
     ):

@@ -177,12 +177,12 @@ def _start(descriptor: int) -> "subprocess.Popen[bytes]":
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=(descriptor,),
-        env=_environment(),
+        env=worker_environment(),
         start_new_session=True,  # Ctrl-C reaches only the parent, which ends the process
     )
 
 
-def _environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Return the environment of a parsing process: only what Python needs to start, no API keys."""
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

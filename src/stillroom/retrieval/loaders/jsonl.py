@@ -36,6 +36,25 @@ def parse_jsonl(path: Path, config: DocumentsConfig) -> Iterator[Document]:
             yield document
 
 
+def parse_record(path: Path, number: int, config: DocumentsConfig) -> Document:
+    """Return the document of one line of a JSONL file, counted from 1. Only the first `documents.max_file_bytes` bytes
+    of the file are read.
+
+    Raises:
+        DocumentError: The file cannot be read or has no such line, or the line is not a record.
+    """
+    num_bytes = 0
+    with opened(path) as (stream, _):
+        for at, line in enumerate(_lines(stream, config.max_text_bytes), start=1):
+            if at == number:
+                check_text(Path(f"{path}:{number}"), len(line), config)
+                return _parse_line(path, number, line, config)
+            num_bytes += len(line)
+            if num_bytes > config.max_file_bytes:
+                raise DocumentError(f"{path}: line {number:,} is beyond documents.max_file_bytes; raise the limit")
+    raise DocumentError(f"{path}: there is no line {number:,} any more")
+
+
 def _lines(stream: BufferedReader, max_bytes: int) -> Iterator[bytes]:
     """Yield lines; a line longer than `max_bytes` is cut one byte above the limit."""
     while line := stream.readline(max_bytes + 1):

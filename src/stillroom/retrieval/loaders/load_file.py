@@ -10,7 +10,7 @@ from stillroom.core.metadata import clean_text
 from stillroom.core.panics import panics_as_errors
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders.formats import PLAIN, UNSUPPORTED, format_of, is_jsonl
-from stillroom.retrieval.loaders.jsonl import parse_jsonl
+from stillroom.retrieval.loaders.jsonl import parse_jsonl, parse_record
 from stillroom.retrieval.loaders.source import File, read_file, text_of, within_limits
 
 _DEFAULT = DocumentsConfig()
@@ -30,6 +30,11 @@ def load(path: Path, config: DocumentsConfig = _DEFAULT) -> Iterator[Document]:
         yield from map(_storable, parse_jsonl(path, config))
     else:
         yield parse(read_file(path, config))
+
+
+def load_record(path: Path, number: int, config: DocumentsConfig) -> Document:
+    """Return the document of line `number` (from 1) of a JSONL file. Raises as `parse_record`."""
+    return _storable(parse_record(path, number, config))
 
 
 def _storable(document: Document) -> Document:

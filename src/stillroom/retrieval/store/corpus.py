@@ -34,7 +34,7 @@ from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus_file import CorpusFile, separate_connection
 from stillroom.retrieval.store.corpus_writer import CorpusWriter, rename_documents
 from stillroom.retrieval.store.document_names import DocumentNames
-from stillroom.retrieval.store.sql_rows import Changes, SourceFile, SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sql_rows import Changes, DocumentOrigin, SourceFile, SourceUpdate, StoredDocument
 
 _BATCH = 500
 """Parameters per statement; SQLite accepts at least 999."""
@@ -131,6 +131,12 @@ class Corpus:
         """Return the document of an id or public id, or the documents of a file name."""
         with self._reading() as connection:
             return [sql_rows.document_info(row) for row in connection.execute(sql_rows.SELECT_INFOS_OF, {"name": name})]
+
+    def origin_of(self, document_id: DocumentId) -> DocumentOrigin | None:
+        """Return where a document came from; None if there is no such document."""
+        with self._reading() as connection:
+            row = connection.execute(sql_rows.SELECT_ORIGIN, (document_id,)).fetchone()
+        return None if row is None else sql_rows.document_origin(row)
 
     def sources(self) -> dict[str, SourceFile]:
         """Return the record of each file, by name."""

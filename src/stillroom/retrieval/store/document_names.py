@@ -5,10 +5,10 @@ uploads/notes/keys.md     uploaded file, relative to the knowledge base, which c
 """
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from stillroom.core.ids import DocumentId
+from stillroom.core.ids import DocumentId, public_id
 from stillroom.errors import UnknownDocumentError, UsageError
 
 UPLOADS = "uploads"
@@ -84,6 +84,28 @@ def documents_at(
         others = f" or the {len(unknown) - 1:,} others" if len(unknown) > 1 else ""
         raise UnknownDocumentError(f"no document has the name or folder {unknown[0]!r}{others}; see `stillroom list`")
     return dict.fromkeys(document_id for document_ids in found.values() for document_id in document_ids), unknown
+
+
+def documents_like(target: str, known: Collection[DocumentId], names: DocumentNames) -> list[DocumentId]:
+    """Return the documents that a name may mean, by the first rule that finds any: an id, a public id, the name of an
+    upload or a path; the end of a path (`guide.md`, `docs/guide.md`); the beginning of a file's name; a part of the id.
+    """
+    exact = {target, f"{_PREFIX}{target}", *_possible_ids(target, names)}
+    lower = target.casefold()
+    rules: tuple[Callable[[str], bool], ...] = (
+        lambda known_id: known_id in exact or public_id(known_id) == target,
+        lambda known_id: known_id.endswith(f"/{target}"),
+        lambda known_id: known_id.casefold().endswith(f"/{lower}"),
+        lambda known_id: (
+            known_id.partition("#")[0].rpartition("/")[2].casefold().startswith(lower.partition("#")[0])
+            and lower in known_id.casefold()
+        ),
+        lambda known_id: lower in known_id.casefold(),
+    )
+    for rule in rules if target else ():
+        if found := [document_id for document_id in known if rule(document_id)]:
+            return found
+    return []
 
 
 def _documents_at(target: str, known: Mapping[DocumentId, str], names: DocumentNames) -> list[DocumentId]:

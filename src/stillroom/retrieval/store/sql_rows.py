@@ -68,6 +68,9 @@ _INFO = "SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FR
 SELECT_INFOS = f"{_INFO} WHERE document_id > ? ORDER BY document_id LIMIT ?"
 SELECT_PUBLIC_INFOS = f"{_INFO} WHERE public_id > ? ORDER BY public_id LIMIT ?"
 SELECT_INFOS_OF = f"{_INFO} WHERE document_id = :name OR path = :name OR public_id = :name ORDER BY document_id"
+SELECT_ORIGIN = """SELECT d.document_id, d.path, d.record_id, d.title, d.content_hash, d.metadata,
+    coalesce(s.content_hash, ''), coalesce((SELECT start_line FROM chunks c WHERE c.document_id = d.document_id
+    AND c.ordinal = 0), 0) FROM documents d LEFT JOIN sources s USING (path) WHERE d.document_id = ?"""
 SELECT_STORED = """SELECT document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata
     FROM documents WHERE path = ?"""
 SELECT_COMPARED = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
@@ -105,6 +108,24 @@ class SourceFile:
     content_hash: str
     metadata: Metadata = field(default_factory=dict)
     """Given metadata (`add --meta`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentOrigin:
+    """Where an indexed document came from, and what its file held then."""
+
+    document_id: DocumentId
+    path: str
+    """Name of its file in the corpus."""
+    record_id: str | None
+    title: str
+    content_hash: str
+    """As `commit_batch.content_hash_of`."""
+    metadata: Metadata
+    file_hash: str
+    """SHA-256 of the file's bytes, in hexadecimal digits; empty if it is not known."""
+    start_line: int
+    """First line of its first chunk; 0 without lines or chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +213,13 @@ def compared(document: StoredDocument) -> tuple[object, ...]:
 def document_info(row: tuple[Any, ...]) -> DocumentInfo:
     document_id, title, num_chunks, num_bytes, added_at, metadata = row
     return DocumentInfo(DocumentId(document_id), title, num_chunks, num_bytes, added_at, metadata_from_json(metadata))
+
+
+def document_origin(row: tuple[Any, ...]) -> DocumentOrigin:
+    document_id, path, record_id, title, content_hash, metadata, hashes, start_line = row
+    file_hash = hashes.partition(":")[0]  # the second is the sidecar's
+    kept = (path, record_id, title, content_hash, metadata_from_json(metadata))
+    return DocumentOrigin(DocumentId(document_id), *kept, file_hash, start_line)
 
 
 def source(row: tuple[Any, ...]) -> SourceFile:

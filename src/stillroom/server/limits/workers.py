@@ -26,10 +26,12 @@ class Workers:
         self.uploads = ThreadPoolExecutor(4, "stillroom-upload")
         """Uploads and deletions; those of one tenant run one after the other."""
         self.embeddings = ThreadPoolExecutor(2, "stillroom-embed")
+        self.documents = ThreadPoolExecutor(2, "stillroom-document")
+        """Reading of documents from their files, and pictures of pages."""
         self.probes = ThreadPoolExecutor(1, "stillroom-probe")
         """Health checks and metrics."""
         self.changes: set[Cancellable] = set()
-        """Uploads and deletions that wait or run."""
+        """Uploads, deletions and readings of documents that wait or run."""
         self._stopped: asyncio.Future[None] | None = None
         self.is_stopping = False
 
@@ -78,7 +80,7 @@ class Workers:
         """Cancel the rest and wait for the running steps."""
         for change in list(self.changes):
             change.cancel()
-        for pool in (self.uploads, self.embeddings, self.probes):
+        for pool in (self.uploads, self.embeddings, self.documents, self.probes):
             pool.shutdown(cancel_futures=True)
 
 

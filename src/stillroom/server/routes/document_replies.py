@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId, format_chunk_id, public_id
-from stillroom.errors import UnknownDocumentError
 from stillroom.rag.as_json import document_fields, place_as_json
 from stillroom.retrieval.uploads import UploadResult
-from stillroom.server.error_replies import Refused, error_body
+from stillroom.server.error_replies import error_body
 from stillroom.server.privacy import without_folders
 from stillroom.server.schemas.replies import (
     DocumentChunk,
@@ -39,20 +38,16 @@ def document_json(stillroom: "Stillroom", document: str, limit: int, offset: int
 
     Raises:
         UnknownDocumentError: no document has that id or name.
-        Refused: several documents have that name.
+        SeveralDocumentsError: several documents have that name.
     """
-    found = stillroom.uploads.find_any(document)
-    if not found:
-        raise UnknownDocumentError(f"there is no document {document!r}; GET /v1/documents lists them")
-    if len(found) > 1:
-        raise Refused(400, "several_documents", f"{document!r} holds {len(found)} documents; ask for one by its id")
-    chunks = stillroom.chunks_of(found[0].document_id, offset, limit + 1)
+    found = stillroom.uploads.one(document)
+    chunks = stillroom.chunks_of(found.document_id, offset, limit + 1)
     page = [
         DocumentChunk(chunk_id=format_chunk_id(chunk.chunk_id), text=chunk.text, **place_as_json(chunk))
         for chunk in chunks[:limit]
     ]
     whole = DocumentWithChunks(
-        **document_object(stillroom, found[0]).model_dump(), chunks=page, has_more=len(chunks) > limit
+        **document_object(stillroom, found).model_dump(), chunks=page, has_more=len(chunks) > limit
     )
     return whole.model_dump_json()
 

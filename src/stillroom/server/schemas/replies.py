@@ -303,6 +303,41 @@ class DocumentWithChunks(DocumentObject):
     has_more: bool
 
 
+class ContentParagraph(BaseModel):
+    text: str
+    heading_path: list[str]
+    """Headings above it, outermost first, without the title."""
+    start_line: int
+    """0 if the format has no lines; likewise `start_page`."""
+    end_line: int
+    start_page: int
+    end_page: int
+
+
+class DocumentText(BaseModel):
+    """The readable text of a document."""
+
+    object: Literal["document.content"] = "document.content"
+    document: str
+    """Its id."""
+    title: str
+    source: Literal["file", "index"]
+    """`file`: read from the file, which is as it was indexed. `index`: the indexed chunks, one paragraph each."""
+    notice: str
+    """Why the text does not come from the file; empty if it does."""
+    num_lines: int
+    num_pages: int
+    has_file: bool
+    """Whether `?download=1` returns the original file."""
+    has_page_images: bool
+    """Whether `pages/{page}.png` returns pictures of its pages."""
+    num_paragraphs: int
+    """Paragraphs in the lines and pages that were asked for."""
+    has_more: bool
+    """Whether paragraphs follow these; ask for them with `offset`."""
+    paragraphs: list[ContentParagraph]
+
+
 class DocumentList(BaseModel):
     object: Literal["list"] = "list"
     data: list[DocumentObject]

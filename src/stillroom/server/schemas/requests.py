@@ -23,6 +23,8 @@ MAX_DOCUMENTS = 1000
 """Most documents in one upload."""
 MAX_TOP_K = 1000
 """Most chunks that a search returns over HTTP."""
+MAX_PARAGRAPHS = 10_000
+"""Most paragraphs of a document in one reply."""
 MAX_STOPS = 64
 """Most stop texts; OpenAI's own limit is 4."""
 MAX_MESSAGES = 2048
@@ -52,6 +54,26 @@ def _is_max_tokens(value: int) -> int:
     if value == 0:
         raise ValueError("must be at least 1, or -1 for no limit")
     return value
+
+
+class ContentQuery(BaseModel):
+    """Query of `GET /v1/documents/{document}/content`."""
+
+    format: Literal["json", "html"] | None = None
+    """`html`: a page to read. Without it, the `Accept` header decides."""
+    download: Literal["0", "1"] = "0"
+    """`1`: the original file; all other parameters are ignored."""
+    start_line: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    end_line: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Inclusive; 0: to the end."""
+    page: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Only this page; 0: all."""
+    highlight: Annotated[str, Field(pattern=r"^(L?[0-9]{1,9}(-L?[0-9]{1,9})?)?$")] = ""
+    """Lines that the HTML page marks, such as `L10-L14`."""
+    offset: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Paragraphs before the first one."""
+    limit: Annotated[int, Field(ge=1, le=MAX_PARAGRAPHS)] = MAX_PARAGRAPHS
+    """Paragraphs in the reply."""
 
 
 TopK = Annotated[int, Field(ge=1, le=MAX_TOP_K)]
