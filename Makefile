@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml
 
 install: $(VENV)/.installed  ## make .venv and install Stillroom with its tools
 
-demo: $(VENV)/.installed  ## index the sample corpus, ask it questions, show sources and timing
+demo: $(VENV)/.installed  ## index sample documents, ask questions, show citations, sources and reuse
 	@BIN=$(BIN) DEMO=$(DEMO) bash examples/demo.sh
 
 test: $(VENV)/.installed  ## the tests a change must pass: offline, without a GPU, minutes

@@ -21,8 +21,8 @@ def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
         yield stillroom
 
 
-def test_demo_questions_are_answered_with_their_source(stillroom: Stillroom) -> None:
-    questions = (ROOT / "examples" / "demo_questions.txt").read_text().splitlines()
+def test_questions_to_the_gazetteer_are_answered_with_their_source(stillroom: Stillroom) -> None:
+    questions = (ROOT / "examples" / "gazetteer_questions.txt").read_text().splitlines()
     assert len(questions) == len(ANSWERS)
     for question, expected in zip(questions, ANSWERS, strict=True):
         answer = stillroom.ask(question)
