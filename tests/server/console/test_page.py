@@ -27,6 +27,10 @@ def ask(page: "Page", question: str) -> None:
     page.press("#question", "Enter")
 
 
+def await_answer(page: "Page") -> None:
+    page.wait_for_selector("#account summary")
+
+
 def test_page_and_files_have_a_strict_content_policy(any_client: httpx.Client) -> None:
     page = any_client.get("/")
     names = [part.split('"')[0] for part in page.text.split('"console/')[1:]]
@@ -74,7 +78,7 @@ def test_answer_streams_with_its_sources(page: "Page", url: str, stillroom: Fake
     page.wait_for_selector(".source")  # shown before the first token
     assert page.get_attribute("#answer", "aria-busy") == "true" and page.inner_text("#answer") == ""
     stillroom.gate.set()
-    page.wait_for_selector("#account .legend")
+    await_answer(page)
 
     assert page.inner_text("#answer") == "How do I rotate keys?"
     assert page.get_attribute("#answer", "aria-busy") == "false"
@@ -84,6 +88,9 @@ def test_answer_streams_with_its_sources(page: "Page", url: str, stillroom: Fake
     assert not page.is_visible(".passage")
     page.click(".source summary")
     assert page.inner_text(".passage") == "Rotate keys with care.\nTwice a year."
+    assert page.inner_text("#account summary") == "20 ms to the first word, 40 of 100 tokens reused"
+    assert not page.is_visible("#account .legend")
+    page.click("#account summary")
     account = page.inner_text("#account")
     assert "First token after 20 ms, then 1 ms per token; 50 ms in all for 5 tokens." in account
     assert "40 of 100 tokens (40 %) were kept from earlier questions." in account
@@ -94,13 +101,13 @@ def test_documents_and_answers_are_shown_as_text(page: "Page", url: str, stillro
     stillroom.texts = {f"docs/{HOSTILE.replace('/', '')}.md": HOSTILE}
     page.goto(url)
     ask(page, HOSTILE)
-    page.wait_for_selector("#account .legend")
+    await_answer(page)
     page.click(".source summary")
 
     assert page.inner_text(".passage") == page.inner_text("#answer") == HOSTILE
-    assert page.inner_text(".source-name b").startswith("<img src=x")
+    assert page.inner_text(".source-name .open").startswith("<img src=x")
     assert page.title() == "Stillroom"
-    assert page.locator("#result :is(img, script, .passage b, .answer b)").count() == 0
+    assert page.locator("#desk :is(img, script, .passage b, .answer b)").count() == 0
 
 
 @browser_test
@@ -197,9 +204,9 @@ def test_conversation_continues_only_if_chosen(page: "Page", url: str) -> None:
     assert not page.is_visible("#follow")
     for number, question in enumerate(("first?", "second?", "third?")):
         ask(page, question)
-        page.wait_for_selector("#ask-status >> text=Answer complete")
+        page.wait_for_selector("#ask-status >> text=Answer complete", state="attached")
         page.wait_for_function("word => document.getElementById('answer').textContent === word", arg=question)
-        page.wait_for_selector("#account .legend")
+        await_answer(page)
         if number == 1:
             page.check("#follow")
 
@@ -215,8 +222,9 @@ def test_all_functions_work_with_the_keyboard(page: "Page", url: str) -> None:
     page.keyboard.type("keys?")
     page.keyboard.press("Shift+Enter")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#account .legend")
-    page.reload()
+    await_answer(page)
+    page.goto(url)
+    page.wait_for_selector("#thread-list li")
     order: list[str] = []
     while "question" not in order and len(order) < 20:  # from the question field around to itself
         page.keyboard.press("Tab")
@@ -226,9 +234,10 @@ def test_all_functions_work_with_the_keyboard(page: "Page", url: str) -> None:
     assert order[first:] == [
         "Skip to the content",
         *("Stillroom", "Ask", "Requests", "Documents", "Live"),
-        *("theme-button", "question"),
+        *("theme-button", "Conversations", "New question", "thread-query", "keys?", "\u00d7", "threads-delete"),
+        "question",
     ]
-    assert order[:2] == ["Options", "ask-button"]
+    assert order[:3] == ["limit-button", "Options", "ask-button"]
 
 
 @browser_test
@@ -266,12 +275,13 @@ def test_key_is_requested_sent_and_dropped_with_the_tab(page: "Page", stillroom:
         page.keyboard.press("Enter")
         page.wait_for_selector("#serving >> text=fake-model")
         ask(page, "How do I rotate keys?")
-        page.wait_for_selector("#account .legend")
+        await_answer(page)
         page.click("nav >> text=Live")
         page.wait_for_selector("text=Figures of the whole server need an operator's key.")
 
-    assert page.evaluate("sessionStorage.length") == 1 and page.evaluate("localStorage.length") == 0
-    assert key not in page.content()
+    assert page.evaluate("Object.keys(sessionStorage)") == ["stillroom-key"]
+    assert page.evaluate("localStorage.length") == 1  # the conversation
+    assert key not in page.evaluate("JSON.stringify(localStorage)") and key not in page.content()
 
 
 @browser_test
@@ -283,7 +293,8 @@ def test_page_is_accessible_and_does_not_scroll_sideways(page: "Page", url: str,
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(url)
     ask(page, "How do I rotate keys? " + "x" * 200)
-    page.wait_for_selector("#account .legend")
+    await_answer(page)
+    page.click("#account summary")
     page.click(".source summary")
     for view in ("ask", "requests", "documents", "live"):
         page.click(f'nav a[href="#{view}"]')

@@ -2,6 +2,7 @@
 
 import { el } from "./dom.js";
 import { count, duration, percent, splitPath } from "./format.js";
+import { origin, ORIGINS } from "./reuse_map.js";
 
 /** Phases in order, with kind, name and seconds; queue, load and prefill are one phase if they are unknown. */
 export function phases(timing) {
@@ -90,17 +91,7 @@ function overlap(speculation) {
   return null;
 }
 
-/** Source of a segment's KV: its tier, `placed` or `computed`. */
-const origin = (segment) => (segment.reason === "placed" ? "placed" : segment.source);
-
 const NAMES = { system: "Instructions", question: "Question", chunk: "Passage", turn: "Earlier turn" };
-
-const ORIGINS = {
-  device: "device",
-  host: "host memory",
-  disk: "disk",
-  computed: "computed",
-};
 
 function origins(reuse, sources) {
   const byChunk = new Map(sources.map((source) => [source.chunk_id, source]));

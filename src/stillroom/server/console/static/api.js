@@ -60,25 +60,18 @@ async function complaint(response) {
   }
 }
 
-/** Yield the events of a streamed answer as objects. Throws as `streamEvents`. */
-export const answerEvents = (body, signal) =>
-  streamEvents("v1/chat/completions", {
+/** Yield the events of a streamed answer as objects. Throws ServerError at an error event, or if the end is missing. */
+export async function* answerEvents(body, signal) {
+  const response = await request("v1/chat/completions", {
     method: "POST",
-    headers: { "Content-Type": "application/json" },
+    headers: { "Content-Type": "application/json", Accept: "text/event-stream" },
     body: JSON.stringify({ ...body, stream: true }),
     signal,
-  });
-
-/** Yield the events of a response as objects. Throws ServerError at an error event, or if the end is missing. */
-export async function* streamEvents(path, options) {
-  const response = await request(path, {
-    ...options,
-    headers: { ...options.headers, Accept: "text/event-stream" },
   });
   for await (const data of dataLines(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error && !event.data) throw new ServerError(event.error.message, response.status);
+    if (event.error) throw new ServerError(event.error.message, response.status);
     yield event;
   }
   throw new ServerError("The connection ended before the answer was complete.", 0);

@@ -16,8 +16,8 @@ export const byId = (id) => document.getElementById(id);
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Draw a line through values (null is a gap) in a box of 100 x 30, scaled to the largest. */
-export function sparkline(values, label) {
+/** Draw a line through values (null is a gap) in a box of 100 x 30, scaled to the largest; `times` are their places. */
+export function sparkline(values, label, times) {
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", "0 0 100 30");
   svg.setAttribute("preserveAspectRatio", "none");
@@ -25,13 +25,14 @@ export function sparkline(values, label) {
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", label);
   const largest = Math.max(...values.filter((value) => value !== null), 0);
-  const step = 100 / Math.max(values.length - 1, 1);
+  const places = times ?? values.map((_, index) => index);
+  const width = Math.max(places.at(-1) - places[0], 1e-9);
   let path = "";
   let pen = "M";
   values.forEach((value, index) => {
     if (value === null) return;
     const height = largest ? 28 - (value / largest) * 25 : 28;
-    path += `${pen}${(index * step).toFixed(2)} ${height.toFixed(2)}`;
+    path += `${pen}${((100 * (places[index] - places[0])) / width).toFixed(2)} ${height.toFixed(2)}`;
     pen = "L";
   });
   const line = document.createElementNS(SVG, "path");

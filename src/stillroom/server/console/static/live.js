@@ -5,30 +5,43 @@ import { byId, el, sparkline } from "./dom.js";
 import { count, duration, percent, trim } from "./format.js";
 
 const PERIOD_MS = 2000;
-const KEPT_SECONDS = 120;
+const IDLE_PERIOD_MS = 10_000;
+const KEPT_SECONDS = 600;
 
 let readings = [];
 let timer = null;
 
-/** Read figures until `stopLive`. */
+/** Read figures every two seconds until `stopLive`. */
 export async function startLive() {
-  stopLive();
-  const own = setInterval(() => {
-    if (document.visibilityState === "visible") read().catch((error) => timer === own && showStale(error));
-  }, PERIOD_MS);
-  timer = own;
+  every(PERIOD_MS);
+  const own = timer;
   try {
     await read();
   } catch (error) {
-    clearInterval(own);
+    if (timer === own) every(null);
     throw error;
   }
 }
 
+/** Read figures less often while another view is open, so that Live has a history. */
 export function stopLive() {
-  clearInterval(timer);
-  timer = null;
+  every(readings.length ? IDLE_PERIOD_MS : null);
   byId("live-error").hidden = true;
+}
+
+/** Forget the figures, which another key may not see. */
+export function forgetLive() {
+  readings = [];
+  every(null);
+}
+
+function every(period) {
+  clearInterval(timer);
+  const own = period && setInterval(() => {
+    const isShown = period === PERIOD_MS;
+    if (document.visibilityState === "visible") read().catch((error) => timer === own && isShown && showStale(error));
+  }, period);
+  timer = own;
 }
 
 /** Say that the figures shown are old. */
@@ -44,14 +57,14 @@ async function read() {
     text = await getText("metrics");
   } catch (error) {
     if (error.status !== 403) throw error;
-    stopLive();
+    forgetLive();
     return showOwn(await getJson("v1/requests?limit=60"));
   }
   const reading = parse(text);
   reading.at = performance.now() / 1000;
   readings = [...readings.filter((one) => reading.at - one.at <= KEPT_SECONDS), reading];
   byId("live-error").hidden = true;
-  show();
+  if (!byId("view-live").hidden) show();
 }
 
 /** Parse Prometheus text: values by metric (summed over labels), and by metric with labels. */
@@ -76,7 +89,7 @@ const steps = (name) =>
 /** Seconds covered by the readings, which begin when the view is opened. */
 const seconds = () => Math.round(readings[readings.length - 1].at - readings[0].at);
 
-const span = () => (seconds() > KEPT_SECONDS - (2 * PERIOD_MS) / 1000 ? "two minutes" : count(seconds(), "second"));
+const span = () => (seconds() < 120 ? count(seconds(), "second") : `${Math.floor(seconds() / 60)} minutes`);
 
 const grown = (name) => steps(name).reduce((sum, step) => sum + step.grown, 0);
 
@@ -86,7 +99,7 @@ function ratios(above, below) {
   return steps(above).map((step, index) => (bottoms[index].grown ? step.grown / bottoms[index].grown : null));
 }
 
-/** Rates as means of five intervals, because answers are counted when they end. */
+/** Rates as means over five intervals, because answers are counted when they end. */
 function rates(name) {
   const all = steps(name);
   return all.map((_, index) => {
@@ -166,6 +179,17 @@ function tile(name, value, detail, values) {
     el("h2", { text: name }),
     el("p", { class: "value", text: value }),
     el("p", { class: "hint", text: detail }),
-    values && values.length > 1 ? sparkline(values, `${name} over time`) : null,
+    ...(values && values.length > 1 ? chart(values, name) : []),
   );
+}
+
+/** A line through values, by time where each belongs to an interval between readings. */
+function chart(values, name) {
+  const times = readings.slice(readings.length - values.length).map((reading) => reading.at);
+  const isByTime = times.length === values.length;
+  const ends = isByTime ? [`${trim(Math.max((times.at(-1) - times[0]) / 60, 0))} min ago`, "now"] : ["earlier", "latest"];
+  return [
+    sparkline(values, `${name} over time`, isByTime ? times : null),
+    el("p", { class: "axis", "aria-hidden": "true" }, ...ends.map((text) => el("span", { text }))),
+  ];
 }

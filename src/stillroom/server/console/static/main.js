@@ -1,27 +1,31 @@
 // Views, theme, API key, and the line that names model and document count.
 
 import { getJson, key, setKey } from "./api.js";
-import { showEarlier, start } from "./ask.js";
+import { showAsk, start } from "./ask.js";
 import { showDocuments } from "./documents.js";
 import { byId, el } from "./dom.js";
 import { count } from "./format.js";
-import { startLive, stopLive } from "./live.js";
+import { forgetLive, startLive, stopLive } from "./live.js";
+import { showReading } from "./reading.js";
 import { showRequest, showRequests } from "./requests.js";
+import { startThreadList } from "./thread_list.js";
+import { openThreads } from "./threads.js";
 
 const VIEWS = {
-  ask: showEarlier,
+  ask: showAsk,
   requests: showRequests,
   request: showRequest,
   documents: showDocuments,
+  read: showReading,
   live: startLive,
 };
 
 async function route({ moves = true } = {}) {
-  const [first, rest] = decodeURIComponent(location.hash.slice(1)).split("/", 2);
-  const name = first === "requests" && rest ? "request" : first in VIEWS && first !== "request" ? first : "ask";
+  const [first, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const name = first === "requests" && rest[0] ? "request" : Object.hasOwn(VIEWS, first) && first !== "request" ? first : "ask";
   stopLive();
   for (const other of Object.keys(VIEWS)) byId(`view-${other}`).hidden = other !== name;
-  const current = name === "request" ? "requests" : name;
+  const current = { request: "requests", read: "documents" }[name] ?? name;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${current}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -30,9 +34,9 @@ async function route({ moves = true } = {}) {
   if (moves) byId("main").focus({ preventScroll: true });
   else if (name === "ask") byId("question").focus();
   try {
-    await VIEWS[name](rest);
+    await VIEWS[name](...rest);
   } catch (error) {
-    byId(name).replaceChildren(el("p", { class: "notice", role: "alert", text: error.message }));
+    (byId(name) ?? byId("earlier")).replaceChildren(el("p", { class: "notice", role: "alert", text: error.message }));
   }
 }
 
@@ -93,8 +97,9 @@ function startKey() {
   const use = (value) => {
     setKey(value);
     dialog.close();
-    showServing();
-    route();
+    forgetLive();
+    document.dispatchEvent(new Event("stillroom:documents"));
+    openThreads().then(() => route());
   };
   byId("key-button").hidden = !key();
   byId("key-button").addEventListener("click", () => open(""));
@@ -115,5 +120,6 @@ addEventListener("hashchange", () => route());
 startTheme();
 startKey();
 start();
+startThreadList();
 showServing();
-route({ moves: false });
+openThreads().then(() => route({ moves: false }));

@@ -1,9 +1,13 @@
 // The list of past questions, and the record of one.
 
 import { account, phaseBar } from "./account.js";
+import { answerNodes } from "./answer.js";
 import { getJson } from "./api.js";
+import { citationsOf } from "./citations.js";
+import { readingAddress } from "./document_text.js";
 import { byId, el } from "./dom.js";
 import { duration, moment, percent } from "./format.js";
+import { reuseMap } from "./reuse_map.js";
 import { sourceList } from "./sources.js";
 
 export async function showRequests() {
@@ -24,6 +28,8 @@ export async function showRequests() {
       el("tbody", {}, ...found.map((one) => row(one, longest))),
     ),
   );
+  const map = await reuseMap(found);
+  if (map) place.prepend(map);
 }
 
 function row(one, longest) {
@@ -59,12 +65,12 @@ export async function showRequest(id) {
       el(
         "article",
         { class: "panel" },
-        el("p", { class: "asked", text: found.question || "(continued prompt)" }),
-        el("div", { class: "answer", text: found.text }),
+        el("h2", { class: "asked", text: found.question || "(continued prompt)" }),
+        el("div", { class: "answer" }, ...answerNodes(found, (index) => (location.hash = readingAddress(citationsOf(found)[index])))),
         ...account(found).filter(Boolean),
         el("p", { class: "hint", text: `${found.request_id}, ${moment(found.at)}, ${found.model}` }),
       ),
-      el("aside", { "aria-label": "Sources" }, el("h2", { text: "Sources" }), sourceList(found.sources)),
+      el("aside", { "aria-label": "Sources" }, el("h2", { text: "Sources" }), sourceList(found.sources, { open: (source) => (location.hash = readingAddress(source)) })),
     ),
   );
 }
