@@ -12,7 +12,8 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine import recovery
-from stillroom.engine.async_engine import AsyncEngine, Backlog
+from stillroom.engine.async_engine import AsyncEngine
+from stillroom.engine.backlog import Backlog
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import (
     DeadlineExceededError,

@@ -17,7 +17,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason, SampleRequest
-from stillroom.engine.async_engine import Backlog
+from stillroom.engine.backlog import Backlog
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
