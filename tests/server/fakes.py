@@ -162,10 +162,8 @@ class FakeOriginals:
     def __init__(self, stillroom: "FakeStillroom") -> None:
         self.content = stillroom.document_content
 
-    @contextlib.contextmanager
-    def file(self, document_id: str) -> Iterator[OriginalFile]:
+    def file(self, document_id: str) -> contextlib.AbstractContextManager[OriginalFile]:
         raise OriginalGoneError("the file is no longer there")
-        yield  # makes this a generator
 
 
 class FakeStillroom:

@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("content")
     folder = root / "docs"
     folder.mkdir()
-    files = {
+    files: dict[str, str | bytes] = {
         "guide.md": GUIDE,
         "lines.txt": LINES,
         "gone.txt": "It was here.",

@@ -46,7 +46,9 @@ _HTML = "text/html; charset=utf-8"
 _CACHED = {"Cache-Control": "private, no-cache", "Vary": "Accept, Authorization"}
 _TEXT: dict[str, Any] = {"schema": {"type": "string"}}
 _BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-_NOT_MODIFIED = {304: {"description": "The client has this version (`If-None-Match`).", "content": {"text/plain": {}}}}
+_NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
+    304: {"description": "The client has this version (`If-None-Match`).", "content": {"text/plain": {}}}
+}
 _CONTENT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/html": _TEXT, "application/octet-stream": _BYTES}},
     206: {"description": "A part of the file.", "content": {"application/octet-stream": _BYTES}},
