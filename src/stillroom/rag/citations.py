@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from stillroom.core.sentences import Span
 from stillroom.rag.answer import Citation, Source, Support
 from stillroom.rag.markers import Statement, statements
-from stillroom.rag.support import Candidate, Embed, SourceText, candidates, is_limited
+from stillroom.rag.support import Candidate, Embed, SourceText, best_quote, is_limited
 from stillroom.rag.terms import Terms, terms_of
 
 Vector = NDArray[np.float32]
 
-MAX_EMBEDDED = 24
+MAX_EMBEDDED = 8
 """Most texts that are embedded for an answer; further sentences are compared by their words only."""
-_LOW, _HIGH = 0.03, 0.97
+_LOW, _HIGH = 0.1, 0.9
 """Outside of these scores by words, meaning is not compared."""
 _SAYS_NOTHING = re.compile(
     r"""
@@ -38,11 +38,11 @@ _SAYS_NOTHING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A sentence that says something, and for each source to cite the quotes that may support it."""
+    """A sentence that says something, and the quotes that support it best."""
 
     statement: Statement
-    groups: tuple[tuple[Candidate, ...], ...]
-    """One group for each source that it names; without numbers, one group of all sources."""
+    quotes: tuple[Candidate, ...]
+    """One of each source that it names; without numbers, one of all sources."""
     is_limited: bool
     """Whether it has a number or a code name that its sources do not hold."""
 
@@ -76,9 +76,10 @@ def _claim(statement: Statement, read: Mapping[int, SourceText], asked: Terms) -
     terms = terms_of(statement.text)
     named = {number: read[number] for number in statement.numbers if number in read}
     groups = [{number: source} for number, source in named.items()] if statement.numbers else [read]
+    quotes = (best_quote(statement.text, terms, group, asked) for group in groups)
     return _Claim(
         statement,
-        tuple(tuple(candidates(statement.text, terms, group, asked)) for group in groups if group),
+        tuple(quote for quote in quotes if quote is not None),
         is_limited(terms, list((named or read).values())),
     )
 
@@ -87,43 +88,28 @@ def _vectors(claims: Sequence[_Claim], read: Mapping[int, SourceText], embed: Em
     """Embed the sentences that words alone do not decide, and their quotes."""
     wanted: dict[str, None] = {}
     for claim in claims:
-        open_ones = [one for group in claim.groups for one in group if _LOW < one.score() < _HIGH]
-        if open_ones and not any(one.is_verbatim for group in claim.groups for one in group):
-            texts = dict.fromkeys([claim.statement.text, *(read[one.source].part(one.span) for one in open_ones)])
-            if len(wanted | texts) > MAX_EMBEDDED:
-                break
+        open_ones = [read[one.source].part(one.span) for one in claim.quotes if _LOW < one.score() < _HIGH]
+        texts = dict.fromkeys([claim.statement.text, *open_ones])
+        if open_ones and len(wanted | texts) <= MAX_EMBEDDED:
             wanted |= texts
     return dict(zip(wanted, embed(list(wanted)), strict=True)) if wanted else {}
 
 
 def _citations(claim: _Claim, sources: Mapping[int, Source], vectors: Mapping[str, Vector]) -> Iterator[Citation]:
     statement = claim.statement
-    is_explicit = bool(statement.numbers)
-    for group in claim.groups:
-        best, cosine = _best(statement.text, group, sources, vectors)
-        support = Support.UNSUPPORTED if best is None else best.support(cosine, is_limited=claim.is_limited)
-        if best is not None and support is not Support.UNSUPPORTED:
-            yield _citation(statement, sources[best.source], best.span, support)
-        elif best is not None and is_explicit:
-            yield _citation(statement, sources[best.source], None, support)
-        elif not is_explicit:
+    for quote in claim.quotes:
+        source = sources[quote.source]
+        own, other = vectors.get(statement.text), vectors.get(source.text[slice(*quote.span)])
+        cosine = None if own is None or other is None else float(own @ other)
+        support = quote.support(cosine, is_limited=claim.is_limited)
+        if support is not Support.UNSUPPORTED:
+            yield _citation(statement, source, quote.span, support)
+        elif statement.numbers:
+            yield _citation(statement, source, None, support)
+        else:
             yield _without_source(statement)
-    if any(number not in sources for number in statement.numbers):
+    if any(number not in sources for number in statement.numbers) or not claim.quotes:
         yield _without_source(statement)
-
-
-def _best(
-    text: str, group: Sequence[Candidate], sources: Mapping[int, Source], vectors: Mapping[str, Vector]
-) -> tuple[Candidate | None, float | None]:
-    """Return the quote with the highest score, and the cosine of its meaning if that was compared."""
-    found: tuple[Candidate | None, float | None] = (None, None)
-    highest = -1.0
-    for one in group:
-        quote = vectors.get(sources[one.source].text[slice(*one.span)])
-        cosine = None if quote is None or text not in vectors else float(vectors[text] @ quote)
-        if one.score(cosine) > highest:
-            found, highest = (one, cosine), one.score(cosine)
-    return found
 
 
 def _citation(statement: Statement, source: Source, span: Span | None, support: Support) -> Citation:

@@ -101,6 +101,16 @@ SAVINGS_HELP = help_text(
     ),
 )
 
+SUPPORT_HELP = help_text(
+    "Measure how often the support check of citations is right.",
+    "Questions that people asked about passages become statements, true ones and false ones. Prints precision and "
+    "recall of each mark, with and without the embedder. How to read it: docs/citations.md.",
+    examples=(
+        "stillroom bench support --data data/reading-qa",
+        "stillroom bench support --data data/reading-qa --part choose --output support.json",
+    ),
+)
+
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to `stillroom bench`."""
@@ -118,6 +128,7 @@ def add_commands(app: typer.Typer) -> None:
         ["config", "work_dir"],
     )
     add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
+    add_command(app, "support", options.SupportOptions, _support, SUPPORT_HELP, ["config", "work_dir", "compare"])
     add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])
 
 
@@ -163,6 +174,12 @@ def _savings(chosen: options.SavingsOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.savings import run_savings
 
     return run_savings(chosen, call.say)
+
+
+def _support(chosen: options.SupportOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.support import run_support
+
+    return run_support(chosen, call.say)
 
 
 def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":

@@ -137,3 +137,15 @@ class AnswerOptions:
         "--shuffled",
     )
     max_tokens: int = flag(16, "Maximum number of tokens of an answer.", min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SupportOptions:
+    """Options of `stillroom bench support`."""
+
+    data: Path = flag(
+        REQUIRED, "Questions about passages: passages.jsonl and questions.jsonl.", path="folder", metavar="FOLDER"
+    )
+    part: Literal["test", "choose"] = flag("test", "Titles to use: test, or choose, which chose the thresholds.")
+    num_cases: int = flag(1000, "Maximum number of sentences.", "--sentences", min=2)
+    seed: int = seed_flag()
