@@ -72,6 +72,20 @@ def test_timeline_and_prompt_parts_are_shown(page: "Page", real_url: str) -> Non
 
 
 @pytest.mark.browser
+def test_map_shows_the_origin_of_each_passage(page: "Page", real_url: str) -> None:
+    page.goto(f"{real_url}/#requests")
+    page.wait_for_selector(".map tbody tr")
+
+    rows = page.locator(".map tbody tr").all_inner_texts()
+    cells = {row.split("\t")[0]: [cell.split() for cell in row.split("\t")[1:]] for row in rows}
+    assert cells["people.md \u203a Dola Kenric"][:2] == [["\u00b7", "computed"], ["D", "device"]]
+    saved = page.inner_text(".map tfoot").split("\t")
+    assert saved[:2] == ["Saved", "\u2013"] and "ms" in saved[2]
+    page.click(".map thead a >> nth=1")
+    page.wait_for_selector("#request .legend")
+
+
+@pytest.mark.browser
 def test_recent_question_can_be_asked_again_and_live_figures_change(page: "Page", real_url: str) -> None:
     page.goto(real_url)
     page.click(f"#earlier-list >> text={QUESTION}")
