@@ -25,14 +25,14 @@ from stillroom.backends.calibration import (
 from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.num_threads import tune_threads
 from stillroom.backends.placement_check import check_placement
-from stillroom.backends.prompt_builder import PromptBuilder, format_for, raw_tokens
+from stillroom.backends.prompt_builder import PromptBuilder, ask_for_citations, format_for, raw_tokens
 from stillroom.config.places import cache_root
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.core.request import Request, SampleRequest, SamplingParams
+from stillroom.core.request import Request, SampleRequest, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.audit import Audit
 from stillroom.engine.corpora import CorpusView
@@ -45,6 +45,7 @@ from stillroom.kvstore.files import KV_FOLDER
 from stillroom.models.decoder import Decoder
 from stillroom.models.json_constraint import JsonConstraints
 from stillroom.models.loader import LoadedModel, load_model
+from stillroom.models.source_numbers import source_number_grammar
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.runner.torch_runner import TorchRunner
@@ -72,6 +73,8 @@ class LocalBackend:
     owns_engine: bool = True
     knows_all_tokens: bool = True
     """Whether the model has an embedding for every token of its tokenizer."""
+    asks_for_citations: bool = False
+    """Whether answers shall name their sources as `[n]`, and no others (`generation.ask_for_citations`)."""
 
     @property
     def name(self) -> str:
@@ -112,10 +115,12 @@ class LocalBackend:
         schema: Mapping[str, Any] | None = None,
         history: History = NO_HISTORY,
     ) -> PreparedPrompt:
-        prompt = self.prompts.build(chunks, question, max_tokens, history)
+        cites = self.asks_for_citations and schema is None
+        prompt = self.prompts.build(chunks, ask_for_citations(question) if cites else question, max_tokens, history)
         if not self.knows_all_tokens:
             self._check_tokens(prompt)
-        return self._prepared(prompt, schema, len(self.tokenizer.encode_text(history.answer_start)))
+        prepared = self._prepared(prompt, schema, len(self.tokenizer.encode_text(history.answer_start)))
+        return replace(prepared, constraint=self._source_numbers(len(prompt.chunk_ids))) if cites else prepared
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
@@ -188,6 +193,12 @@ class LocalBackend:
         continues = tuple(takewhile(lambda token_id: token_id not in self.tokenizer.special_ids, last))[::-1]
         return PreparedPrompt(prompt, prompt.chunk_ids, prompt.num_tokens, max_answer_tokens, continues, constraint)
 
+    def _source_numbers(self, num_sources: int) -> TokenConstraint | None:
+        """Return the constraint to numbers of sources that exist; None for a model that writes no brackets."""
+        if "[1]" not in self.tokenizer.decode(self.tokenizer.encode_text("[1]")):
+            return None
+        return self.constraints.compile_lark(source_number_grammar(num_sources))
+
     def _check_tokens(self, prompt: SegmentedPrompt) -> None:
         """Raises ModelError: a token has no embedding. Some checkpoints have such tokens, but do not use them."""
         vocab_size = self.model.decoder.spec.vocab_size
@@ -228,7 +239,15 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
     running = AsyncEngine(engine, config.runtime.max_waiting)
     running.run(lambda _: torch.set_num_threads(num_threads))  # torch keeps this setting per thread
     knows_all = max(model.tokenizer.hf_tokenizer.get_vocab().values()) < model.decoder.spec.vocab_size
-    return LocalBackend(model, running, cache, prompts, constraints, knows_all_tokens=knows_all)
+    return LocalBackend(
+        model,
+        running,
+        cache,
+        prompts,
+        constraints,
+        knows_all_tokens=knows_all,
+        asks_for_citations=config.generation.ask_for_citations,
+    )
 
 
 def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:

@@ -6,7 +6,15 @@ from typing import Any
 from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.conversation import NO_HISTORY, History, new_chunks
 from stillroom.backends.document_order import PrefixOrder
-from stillroom.backends.prompt_builder import INSTRUCTIONS, PromptBuilder, format_for, raw_tokens, render, user_messages
+from stillroom.backends.prompt_builder import (
+    INSTRUCTIONS,
+    PromptBuilder,
+    ask_for_citations,
+    format_for,
+    raw_tokens,
+    render,
+    user_messages,
+)
 from stillroom.config.settings import EngineConfig, EnginePrompt
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -42,12 +50,16 @@ class OpenAIBackend:
         write: PromptWriter,
         order: PrefixOrder[ChunkId] | None,
         tokenize: Callable[[str], RemotePrompt] | None = None,
+        *,
+        asks_for_citations: bool = False,
     ) -> None:
         """
         Args:
             order: orders documents; None leaves them by rank.
             tokenize: for a server that takes tokens, encodes a raw prompt; None sends text.
+            asks_for_citations: ask for numbers of sources; they are checked when the answer is complete.
         """
+        self._asks_for_citations = asks_for_citations
         self._engine = engine
         self._write = write
         self._order = order
@@ -83,6 +95,7 @@ class OpenAIBackend:
     ) -> PreparedPrompt:
         """As `Backend.prepare_prompt`. Without `max_tokens` every chunk is sent; the server may refuse."""
         _refuse(schema)
+        question = ask_for_citations(question) if self._asks_for_citations else question
         if max_tokens is not None:  # drop the lowest ranks before the order changes
             _, kept = self._write(chunks, question, history, max_tokens)
             chunks = [chunk for chunk in chunks if chunk.chunk_id in kept]
@@ -137,11 +150,12 @@ def _refuse(schema: Mapping[str, Any] | None) -> None:
         raise UsageError("a server elsewhere cannot enforce a JSON schema; leave it out or set engine.kind = 'builtin'")
 
 
-def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
+def connect(config: EngineConfig, model: str, clock: Clock, *, asks_for_citations: bool = False) -> OpenAIBackend:
     """Connect to a server.
 
     Args:
         model: checkpoint whose format and tokenizer write the prompts, unless the server takes chat messages.
+        asks_for_citations: see `generation.ask_for_citations`.
 
     Raises:
         EngineUnavailableError: the server cannot be reached.
@@ -155,7 +169,8 @@ def connect(config: EngineConfig, model: str, clock: Clock) -> OpenAIBackend:
     except BaseException:
         engine.close()
         raise
-    return OpenAIBackend(engine, write, PrefixOrder() if config.document_order == "prefix" else None, tokenize)
+    order: PrefixOrder[ChunkId] | None = PrefixOrder() if config.document_order == "prefix" else None
+    return OpenAIBackend(engine, write, order, tokenize, asks_for_citations=asks_for_citations)
 
 
 def _writer(kind: EnginePrompt, model: str) -> tuple[PromptWriter, Callable[[str], RemotePrompt] | None]:

@@ -20,6 +20,10 @@ INSTRUCTIONS = (
     "Answer the question using only the documents below. "
     "Be brief and exact. If the documents do not contain the answer, say that they do not."
 )
+_CITE = (
+    "After each sentence of the answer, write the number of the document that supports it in brackets, such as [1]. "
+    "Documents are numbered from 1 in the order above."
+)
 _MARKERS = frozenset({"<chunk>", "</chunk>", "<q>", "<a>"})
 _SLOT = "@@STILLROOM@@"
 _ANSWER_SLOT = "@@STILLROOM-ANSWER@@"
@@ -143,6 +147,11 @@ def render(prompt_format: PromptFormat, chunks: Sequence[Chunk], question: str, 
     for turn, added in zip(history.turns, earlier, strict=True):
         parts += [_user_text(form, added, turn.exchange.question), turn.exchange.answer, form.next_turn]
     return "".join([*parts, _user_text(form, last, question), history.answer_start])
+
+
+def ask_for_citations(question: str) -> str:
+    """Return the question with the instruction to name sources. The tokens of the documents stay the same."""
+    return f"{question}\n\n{_CITE}"
 
 
 def raw_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

@@ -85,6 +85,9 @@ class GenerationConfig:
     citations: bool = True
     """Find the source of each sentence of an answer and check whether it supports the sentence, after the last token
     (docs/citations.md). Takes milliseconds, some tens of them where words alone do not decide."""
+    ask_for_citations: bool = False
+    """Ask the model, behind the question, to name its sources as `[n]`; a model of this process cannot write a number
+    without a source. Answers in JSON are not asked. The bundled reader always names its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Constrains answers to JSON of a given schema, with llguidance (chosen in docs/adr/0006).
+"""Constrains answers to JSON of a given schema or to another grammar, with llguidance (chosen in docs/adr/0006).
 
 Separators are fixed to `", "` and `": "`: with free white space a small model may write blanks until `max_tokens`.
 """
@@ -31,7 +31,7 @@ _NUM_FORCED = 16
 
 
 class JsonConstraint:
-    """State of one answer in its schema; a `TokenConstraint`."""
+    """State of one answer in its schema or grammar; a `TokenConstraint`."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -78,9 +78,8 @@ class JsonConstraints:
         Raises:
             UsageError: the schema is invalid, cannot be enforced or is too complex, or the model cannot write JSON.
         """
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         try:
             text = json.dumps(schema)
             _check_size(schema, len(text))
@@ -88,14 +87,30 @@ class JsonConstraints:
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=_LAYOUT)
         except (ValueError, TypeError, ArithmeticError, RecursionError, NativePanicError) as error:
             raise UsageError(f"the JSON schema cannot be read: {error}") from None
+        return self._at_start(grammar, "the JSON schema")
+
+    def compile_lark(self, grammar: str) -> JsonConstraint:
+        """Return a constraint to a grammar in llguidance's form of Lark.
+
+        Raises:
+            UsageError: the grammar or the model cannot be used.
+        """
+        from llguidance import LLMatcher
+
+        return self._at_start(LLMatcher.grammar_from_lark(grammar), "the grammar")
+
+    def _at_start(self, grammar: str, name: str) -> JsonConstraint:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         with (
             self._lock,
             panics_as_errors("llguidance"),
-        ):  # one schema at a time: a large one takes a core for seconds
+        ):  # one at a time: a large schema takes a core for seconds
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
             error_text = _error_of(matcher) or _early_error(matcher.deep_copy())
         if error_text is not None:
-            raise UsageError(f"the JSON schema cannot be enforced: {error_text}")
+            raise UsageError(f"{name} cannot be enforced: {error_text}")
         return JsonConstraint(matcher)
 
     @cached_property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stillroom.core.sentences import Span, sentences
 
-_MARKER = re.compile(r"[\[\u3010]\s*(\d{1,4}(?:\s*[,;]\s*\d{1,4})*)\s*[\]\u3011](?!\()")
+_MARKER = re.compile(r"[\[\u3010]\s*([0-9]{1,4}(?:\s*[,;]\s*[0-9]{1,4})*)\s*[\]\u3011](?!\()")
 _CODE = re.compile(r"(?:```|~~~).*?(?:```|~~~|\Z)|`[^`\n]+`", re.DOTALL)
 _LEAD = re.compile(r"(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)])[ \t]+)+")
 _NUM_BEFORE = 16

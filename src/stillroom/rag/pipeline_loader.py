@@ -191,7 +191,8 @@ class PipelineLoader:
         if config.engine.kind == "openai":
             from stillroom.backends.openai import connect
 
-            return connect(config.engine, config.runtime.model, self._clock)
+            cites = config.generation.ask_for_citations
+            return connect(config.engine, config.runtime.model, self._clock, asks_for_citations=cites)
         if folder := reader_folder(config.runtime.model):
             from stillroom.backends.reader.reader_backend import build_reader_backend
 
