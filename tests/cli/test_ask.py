@@ -3,12 +3,15 @@
 import dataclasses
 import io
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from stillroom.cli.console import shows_links
 from stillroom.config.settings import GenerationConfig
-from stillroom.rag.answer import AskOptions
+from stillroom.rag.answer import AskOptions, Citation, Support
 from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeStillroom
 
@@ -29,6 +32,86 @@ def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
         "  1. 1.0000  docs/keys.md:3-4  Keys > Rotation\n"
         "Timing: retrieval 10 ms, first token 20 ms, 1 ms per token, total 50 ms; 100 prompt tokens, 40 cached\n"
     )
+
+
+def _citation(source: int, support: Support, quote: str, span: tuple[int, int]) -> Citation:
+    document = "docs/keys.md" if source else ""
+    heading = "Keys > Rotation" if source else ""
+    lines = (3, 3) if source else (0, 0)
+    return Citation(source, document, "c1", heading, *lines, 0, 0, quote, 0, len(quote), *span, False, support)
+
+
+def test_citations_are_printed_with_place_quote_and_mark(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+    fake.citations = (
+        _citation(1, Support.SUPPORTED, "How Do\nI see keys.", (0, 3)),
+        _citation(1, Support.SUPPORTED, "How Do\nI see keys.", (4, 6)),
+        _citation(1, Support.SUPPORTED, "It is monthly.", (9, 15)),
+        _citation(1, Support.PARTLY, "Keys expire never.", (4, 8)),
+        _citation(0, Support.UNSUPPORTED, "", (9, 21)),
+    )
+    result = run("ask", QUESTION)
+
+    assert result.out.startswith(
+        "How do I rotate keys?\n"
+        "\n"
+        "Citations:\n"
+        "  [1] docs/keys.md:3  Keys > Rotation\n"
+        "      How Do I see keys.\n"
+        "  [1] docs/keys.md:3  Keys > Rotation\n"
+        "      sentence: rotate [1]\n"
+        "      source: It is monthly.\n"
+        "  [1] docs/keys.md:3  Keys > Rotation  (partly supported)\n"
+        "      sentence: do I [1]\n"
+        "      source: Keys expire never.\n"
+        "  [-] not supported by the sources\n"
+        "      sentence: rotate keys?\n"
+        "\n"
+        "Sources:\n"
+    )
+    assert "\x1b" not in result.out
+
+
+@pytest.mark.parametrize(("forced", "is_linked"), [("1", True), ("0", False), ("", False)])
+def test_places_are_links_where_the_terminal_shows_them(
+    run: Run, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: str, is_linked: bool
+) -> None:
+    (tmp_path / "docs").mkdir()
+    file = tmp_path / "docs" / "keys.md"
+    file.write_text("# Keys")
+    monkeypatch.setenv("FORCE_HYPERLINK", forced)
+    out = run("ask", QUESTION).out
+
+    link = f"\x1b]8;;{file.as_uri()}\x1b\\docs/keys.md:3-4\x1b]8;;\x1b\\"
+    assert (f"  1. 1.0000  {link}  Keys > Rotation\n" in out) is is_linked
+    assert ("\x1b" in out) is is_linked
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_linked"),
+    [
+        ({"TERM_PROGRAM": "WezTerm"}, True),
+        ({"VTE_VERSION": "7600", "TERM": "xterm-256color"}, True),
+        ({"TERM": "xterm-kitty"}, True),
+        ({"TERM": "xterm-kitty", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb", "VTE_VERSION": "7600"}, False),
+        ({"TERM": "xterm-256color"}, False),
+    ],
+)
+def test_links_are_shown_by_known_terminals(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_linked: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in list(os.environ):
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert shows_links() is is_linked
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert not shows_links()
 
 
 def test_models_are_loaded_before_the_first_question_is_timed(run: Run, opened: Opened, fake: FakeStillroom) -> None:

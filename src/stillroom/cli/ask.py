@@ -1,4 +1,4 @@
-"""`stillroom ask`: print answers as they are generated, then their sources and timing."""
+"""`stillroom ask`: print answers as they are generated, then their citations, sources and timing."""
 
 import json
 import sys
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stillroom.cli import console, opening
-from stillroom.cli.console import as_text, duration, line, place, print_json, write
+from stillroom.cli.citations import show_citations, show_sources
+from stillroom.cli.console import as_text, duration, line, print_json, write
 from stillroom.cli.options import (
     DEFAULT_KB,
     AnnRecallOption,
@@ -53,9 +54,9 @@ STDIN = "-"
 
 HELP = help_text(
     "Answer questions from the documents.",
-    "Prints the answer as it is generated, then its sources and one line of timing. Several questions are answered in "
-    "turn by one loaded model; - reads questions from stdin, one per line. Without `--model`, the bundled reader "
-    "answers.",
+    "Prints the answer as it is generated, then its citations, its sources and one line of timing. Several questions "
+    "are answered in turn by one loaded model; - reads questions from stdin, one per line. Without `--model`, the "
+    "bundled reader answers.",
     "If no document is found, nothing is generated and the exit code is 1 (2 if there are several questions, after all "
     "of them).",
     "With --json, one question prints one indented object; several print one object per line (JSON Lines).",
@@ -206,18 +207,11 @@ def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _S
         write(piece)
     line()
     if not style.is_quiet:
-        _show_sources(stream.answer)
+        show_citations(stream.answer)
+        show_sources(stream.answer)
         line(_costs(stream.answer))
         if style.is_series:
             line()
-
-
-def _show_sources(answer: "Answer") -> None:
-    line()
-    line("Sources:")
-    for source in answer.sources:
-        where = place(source.document, (source.start_line, source.end_line), (source.start_page, source.end_page))
-        line(f"  {source.position}. {source.score:.4f}  {where}" + (f"  {source.heading}" if source.heading else ""))
 
 
 def _costs(answer: "Answer") -> str:

@@ -25,6 +25,9 @@ _NAME_CONTROLS = _CONTROLS | dict.fromkeys(
 _ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
 """Terminal control characters that JSON does not escape by itself."""
 _MAX_WIDTH = 100
+_LINKING_PROGRAMS = ("iTerm.app", "WezTerm", "vscode", "ghostty", "Hyper", "zed")
+_LINKING_TERMINALS = ("xterm-kitty", "alacritty", "foot", "xterm-ghostty")
+_LINKING_VARIABLES = ("VTE_VERSION", "WT_SESSION", "KONSOLE_VERSION", "KITTY_WINDOW_ID", "DOMTERM")
 
 _is_line_open = False
 """Whether the last line written to stdout has no line end yet."""
@@ -77,6 +80,26 @@ def writing() -> Iterator[None]:
 
 def line(text: str = "") -> None:
     write(text + "\n")
+
+
+def write_link(text: str, file: Path | None) -> None:
+    """Write a text as a hyperlink (OSC 8) to a file, where the terminal shows links; else the text alone."""
+    if file is None or not shows_links() or not file.is_file():
+        write(text)
+        return
+    _put(f"\x1b]8;;{file.absolute().as_uri()}\x1b\\{printable_name(text)}\x1b]8;;\x1b\\")
+
+
+def shows_links() -> bool:
+    """Return whether stdout is a terminal that is known to show hyperlinks. `FORCE_HYPERLINK` decides if it is set; 0
+    is no. `NO_COLOR` and `TERM=dumb` switch links off."""
+    environment = os.environ
+    if forced := environment.get("FORCE_HYPERLINK"):
+        return forced != "0"
+    if environment.get("NO_COLOR") or environment.get("TERM") == "dumb" or not sys.stdout.isatty():
+        return False
+    is_known = environment.get("TERM_PROGRAM") in _LINKING_PROGRAMS or environment.get("TERM") in _LINKING_TERMINALS
+    return is_known or any(environment.get(name) for name in _LINKING_VARIABLES)
 
 
 def print_json(payload: Any, *, indent: int | None = 2) -> None:
