@@ -42,9 +42,14 @@ say "1. Add documents: ten chapters of a housekeeping book of 1861, and the docu
 run stillroom add examples/household --kb "$kb"
 run stillroom add docs --exclude figures/ --exclude _site/ --kb "$kb"
 
-say "2. Ask. The bundled reader quotes the documents; [n] names the source. They do not answer the last question."
-show stillroom ask - --kb "$kb" '<' examples/demo_questions.txt
-stillroom ask - --kb "$kb" < examples/demo_questions.txt
+mapfile -t questions < examples/demo_questions.txt
+say "2. Ask. The bundled reader answers in the documents' own words; [n] is the number of the source."
+run stillroom ask "${questions[0]}" --kb "$kb" --top-k 3
+
+say "More questions to the book and to the documentation, in one process. The documents do not answer the last one."
+show stillroom ask - --kb "$kb" --json '<' examples/demo_questions.txt '|' python examples/answers.py \
+  examples/demo_questions.jsonl
+stillroom ask - --kb "$kb" --json < examples/demo_questions.txt | python examples/answers.py examples/demo_questions.jsonl
 
 say "3. Open the passage behind the first answer."
 run stillroom show "$passage" --kb "$kb"

@@ -4,7 +4,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,32 +104,67 @@ def test_search_finds_the_document_among_the_first_five(stillroom: Stillroom, ro
     assert any(str(one.chunk.document_id).endswith(row.document) for one in found)
 
 
-def run_demo(folder: Path, *, fails_at: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the demo with a `stillroom` that only prints its arguments, and fails if one of them is `fails_at`."""
-    command = folder / "stillroom"
-    command.write_text(f'#!/bin/sh\necho "ran: $*"\nfor each in "$@"; do [ "$each" != "{fails_at}" ] || exit 3; done\n')
-    command.chmod(0o755)
+def reply_to(row: Row) -> str:
+    """Return the line of `stillroom ask --json` for an answer that is right, as far as the demo reads it."""
+    where = {"document": str(ROOT / row.document), "heading": "Part", "start_line": 2, "end_line": 4, "start_page": 0}
+    text = f"It is {row.answers[0]}. [1]" if row.answers else "The documents do not say."
+    citations = [{"source": 1, **where}] if row.answers else []
+    return json.dumps({"question": row.question, "text": text, "citations": citations, "highlight": None})
+
+
+def run_demo(folder: Path, *, fails_at: str = "", replies: Iterable[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the demo with a `stillroom` that only logs its arguments, and fails if one of them is `fails_at`."""
+    (folder / "replies").write_text("".join(f"{reply}\n" for reply in replies or map(reply_to, rows())))
+    script = f"""#!/bin/sh
+        echo "$1" >> {folder}/log
+        for each in "$@"; do
+            if [ "$each" = "{fails_at}" ]; then exit 3; fi
+            if [ "$each" = --json ]; then cat {folder}/replies; fi
+        done
+    """
+    for name, text in {"stillroom": script, "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     environment = {**os.environ, "BIN": str(folder), "DEMO": str(folder / "demo")}
     return subprocess.run(
         ["bash", "examples/demo.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
 
 
-def test_demo_runs_its_commands_in_order(tmp_path: Path) -> None:
+def test_demo_runs_its_commands_in_order_and_prints_answers_with_their_places(tmp_path: Path) -> None:
     found = run_demo(tmp_path)
 
     assert found.returncode == 0, found.stderr
-    assert re.findall(r"^ran: (\w+)", found.stdout, re.MULTILINE) == [
-        *("add", "add", "ask", "show"),
-        *("add", "ask", "ask", "explain"),
-    ]
+    commands = ["add", "add", "ask", "ask", "show", "add", "ask", "ask", "explain"]
+    assert (tmp_path / "log").read_text().split() == commands
+    assert "  It is sixty shillings a pound. [1]\n  [1] examples/household/beverages.md:2-4  Part\n" in found.stdout
+    assert f"{len(rows())} of {len(rows())} are as examples/demo_questions.jsonl expects." in found.stdout
     assert re.search(r"The demo took \d+ s", found.stdout)
 
 
-@pytest.mark.parametrize("step", ["docs", "-", "show", "explain"])
+def test_demo_counts_wrong_answers_and_citations_of_what_is_not_said(tmp_path: Path) -> None:
+    replies = [json.loads(reply_to(row)) for row in rows()]
+    replies[0]["text"] = "Horses. [1]"
+    replies[-1]["citations"] = replies[0]["citations"]
+
+    found = run_demo(tmp_path, replies=map(json.dumps, replies))
+
+    assert f"{len(rows()) - 2} of {len(rows())} are as" in found.stdout
+    assert "  (expected: sweet-flavoured waters)" in found.stdout
+    assert "  (expected: the documents do not say)" in found.stdout
+
+
+@pytest.mark.parametrize("step", ["docs", "--json", "show", "explain"])
 def test_demo_ends_with_an_error_that_names_the_failed_step(tmp_path: Path, step: str) -> None:
     found = run_demo(tmp_path, fails_at=step)
 
-    assert found.returncode == 3
+    assert found.returncode != 0
     assert re.search(rf"The demo failed at: stillroom .*{step}", found.stderr)
     assert "The demo took" not in found.stdout
+
+
+def test_demo_ends_with_an_error_if_an_answer_is_missing(tmp_path: Path) -> None:
+    found = run_demo(tmp_path, replies=[reply_to(row) for row in rows()[:-1]])
+
+    assert found.returncode != 0
+    assert "questions, but" in found.stderr
