@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Support
@@ -77,8 +78,8 @@ def test_true_sentences_are_marked_more_often_than_false_ones(data: Path, monkey
     class FakeEmbedder:
         def __init__(self, config: object) -> None: ...
 
-        def embed_queries(self, texts: list[str]) -> np.ndarray:
-            return np.ones((len(texts), 2), np.float32) / np.sqrt(2)
+        def embed_queries(self, texts: list[str]) -> NDArray[np.float32]:
+            return np.full((len(texts), 2), np.sqrt(0.5), np.float32)
 
     monkeypatch.setattr(support, "Embedder", FakeEmbedder)
     result = support.run_support(SupportOptions(data, num_cases=12))
