@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stillroom.backends.conversation import Exchange
     from stillroom.config.settings import StillroomConfig
-    from stillroom.rag.answer import Answer, AskOptions
+    from stillroom.rag.answer import Answer, AskOptions, Citation, Support
     from stillroom.rag.stillroom import Stillroom
 
-__all__ = ["Answer", "AskOptions", "Exchange", "Stillroom", "StillroomConfig", "__version__"]
+__all__ = ["Answer", "AskOptions", "Citation", "Exchange", "Stillroom", "StillroomConfig", "Support", "__version__"]
 __version__ = version("stillroom")
 
 _MODULES = {
     "Answer": "stillroom.rag.answer",
     "AskOptions": "stillroom.rag.answer",
+    "Citation": "stillroom.rag.answer",
+    "Support": "stillroom.rag.answer",
     "Exchange": "stillroom.backends.conversation",
     "Stillroom": "stillroom.rag.stillroom",
     "StillroomConfig": "stillroom.config.settings",

@@ -73,6 +73,9 @@ def test_every_arm_is_measured_and_compared(path: Path) -> None:
     assert {PREFIX, SET, "context, alpha 2, focused", "keys not turned, question 30%"} < set(rows)
     assert rows[PREFIX]["same answer"] == rows[alpha_name("question", 2.0)]["same answer"] == "1.000"
     assert float(rows["keys not turned, no recompute"]["KL of first token"]) > 0
+    [supported, *_] = result.tables["Sentences that the documents support"]
+    assert supported["arm"] == FULL and supported["sentences"] >= 1
+    assert sum(float(supported[mark]) for mark in ("supported", "partly", "unsupported")) == pytest.approx(1, abs=0.01)
     tests = result.tables["question against each other selector, same budget"]
     assert {(row["questions"], row["against"]) for row in tests} == {
         (kind, other) for kind in ("single", "split", "all") for other in scope.selectors if other != "question"

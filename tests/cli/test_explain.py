@@ -9,11 +9,13 @@ import pytest
 
 from stillroom.rag.answer import (
     Answer,
+    Citation,
     ReuseReport,
     SegmentReport,
     Source,
     SpeculationOutcome,
     SpeculationReport,
+    Support,
     Timing,
     VariantReport,
     trace_of,
@@ -73,6 +75,21 @@ def test_the_last_question_segment_by_segment(run: Run) -> None:
     ]
     assert lines[9] == "Saved: about 250 ms according to the cost profile, after deducting 1 ms for loading"
     assert lines[10] == "Phases: search 10 ms, queue 3 ms, load 1 ms, prefill 6 ms, decode 30 ms"
+
+
+def test_citations_are_shown_without_their_text(run: Run) -> None:
+    Path("kb").mkdir()
+    given = [(1, Support.SUPPORTED), (1, Support.PARTLY), (0, Support.UNSUPPORTED)]
+    citations = tuple(
+        Citation(source, "docs/keys.md", CHUNK, "Keys", 3, 3, 0, 0, "secret text", 0, 11, 0, 4, False, support)
+        for source, support in given
+    )
+    remember(replace(answer("req-1", "first"), citations=citations))
+
+    assert "Citations: [1] supported, [1] partly supported, not supported\n" in run("explain", "--kb", "kb").out
+    found = run("explain", "--kb", "kb", "--json").json
+    assert [(one["source"], one["support"]) for one in found["citations"]] == given
+    assert "secret" not in str(found)
 
 
 def test_an_earlier_question_by_id_as_json(run: Run) -> None:

@@ -29,6 +29,8 @@ from stillroom.engine.engine import Engine
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.models.loader import LoadedModel
+from stillroom.rag.answer import Source, Support
+from stillroom.rag.citations import cite
 
 _NUM_TOP = 20
 
@@ -104,6 +106,8 @@ class QuestionOutcome:
     recomputed: float
     """Share of the placed tokens that was recomputed."""
     ttft_seconds: float
+    support: tuple[Support, ...] = ()
+    """Of each sentence of the answer by the question's documents, by words only (`rag/citations.py`)."""
 
 
 def ask_all(
@@ -219,6 +223,7 @@ class _Asker:
             divergence=_divergence(full.first, reply.first),
             recomputed=reply.reuse.num_recomputed_tokens / max(num_placed, 1),
             ttft_seconds=reply.ttft_seconds,
+            support=_support_of(answer, question),
         )
 
     def _set(self, options: AnywhereOptions | None) -> None:
@@ -243,6 +248,19 @@ class _Asker:
         first = next((event.logprobs for event in events if event.logprobs is not None), TokenLogprobs(0.0, ()))
         reuse = next(event.reuse for event in events if event.reuse is not None)
         return EngineReply(token_ids, first, reuse, ttft_seconds)
+
+
+def _support_of(answer: str, question: ChunkQuestion) -> tuple[Support, ...]:
+    """Return the best support of each sentence of an answer that states something."""
+    sources = [
+        Source(chunk.document_id, str(chunk.chunk_id), chunk.text, 0.0, {}, position, chunk.heading, 0, 0)
+        for position, chunk in enumerate(question.chunks, start=1)
+    ]
+    order = list(Support)
+    found: dict[int, Support] = {}
+    for one in cite(answer, sources, question=question.question):
+        found[one.start] = min(found.get(one.start, one.support), one.support, key=order.index)
+    return tuple(found.values())
 
 
 def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:

@@ -64,6 +64,8 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
     if trace["question"]:
         line(f"Question: {trace['question']}")
     line(f"Answer: {json.dumps(trace['text'], ensure_ascii=False)} ({trace['finish_reason']})")
+    if citations := trace.get("citations"):
+        line(f"Citations: {', '.join(map(_describe_citation, citations))}")
     line()
     line(f"Prompt: {count(reuse['num_prompt_tokens'], 'token')}, {reuse['num_cached_tokens']:,} of them from kept KV")
     by_chunk = {source["chunk_id"]: source for source in trace["sources"]}
@@ -90,6 +92,11 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"
     )
+
+
+def _describe_citation(citation: dict[str, Any]) -> str:
+    number = f"[{citation['source']}] " if citation["source"] else ""
+    return number + {"partly": "partly supported", "unsupported": "not supported"}.get(citation["support"], "supported")
 
 
 def _decoding(timing: dict[str, Any]) -> str:

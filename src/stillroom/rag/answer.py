@@ -344,11 +344,11 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "timing": asdict(answer.timing),
         "reuse": asdict(answer.reuse),
         "speculation": asdict(answer.speculation),
-        "citations": [_without_quote(citation) for citation in answer.citations],
+        "citations": [_without_text(citation) for citation in answer.citations],
     }
 
 
-def _without_quote(citation: Citation) -> dict[str, Any]:
-    fields = asdict(citation)
-    del fields["quote"]
-    return fields
+def _without_text(citation: Citation) -> dict[str, Any]:
+    """Return a citation without what its source has already, or the document."""
+    left_out = ("document", "chunk_id", "heading", "quote")
+    return {name: value for name, value in asdict(citation).items() if name not in left_out}

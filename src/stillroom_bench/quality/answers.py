@@ -17,6 +17,7 @@ from stillroom.answer_quality.arms import (
     quality_arms,
 )
 from stillroom.answer_quality.asking import QualityOptions, QuestionOutcome, ask_all
+from stillroom.rag.answer import Support
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
@@ -72,6 +73,7 @@ def run_quality(
         "Exact match": _by_kind(outcomes, kinds, "is_right"),
         "F1 of words": _by_kind(outcomes, kinds, "f1"),
         "Against a full prefill": _against_full(outcomes),
+        "Sentences that the documents support": _support(outcomes),
         f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, options),
     }
     sizes = [f"{len(question.chunks)} documents" for question in questions]
@@ -125,6 +127,15 @@ def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, 
         for name, found in outcomes.items()
         if name != FULL
     ]
+
+
+def _support(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]:
+    rows = []
+    for name, found in outcomes.items():
+        marks = [mark for outcome in found for mark in outcome.support]
+        shares = {mark.value: f"{marks.count(mark) / len(marks):.3f}" if marks else "" for mark in Support}
+        rows.append({"arm": name, "sentences": len(marks), **shares})
+    return rows
 
 
 def _tests(
