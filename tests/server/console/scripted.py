@@ -18,7 +18,13 @@ PARAGRAPHS = [
     }
     for number in range(40)
 ]
-CONTENT = {"document": DOCUMENT, "title": "The <keys> page", "has_more": False, "paragraphs": PARAGRAPHS}
+CONTENT = {
+    "document": DOCUMENT,
+    "title": "The <keys> page",
+    "has_more": False,
+    "has_file": True,
+    "paragraphs": PARAGRAPHS,
+}
 
 
 def source(position: int, paragraph: int) -> dict[str, Any]:

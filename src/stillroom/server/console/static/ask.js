@@ -31,11 +31,17 @@ export function start() {
   startLimits();
 }
 
+/** Forget the open conversation, which belongs to another key. */
+export function leave() {
+  running?.abort();
+  running = null;
+  open = null;
+}
+
 /** Show a kept conversation, or an empty page with recent questions. */
 export async function showAsk(id) {
   if (!id || id !== open?.id) {
-    running?.abort();
-    running = null;
+    leave();
     open = id ? keptThread(id) : null;
     if (id && !open) history.replaceState(null, "", "#ask"); // it was deleted
     byId("ask-error").hidden = true;

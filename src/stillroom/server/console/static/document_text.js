@@ -24,11 +24,11 @@ export function placeFrom(text = "") {
 export async function download(id) {
   const reply = await request(`${contentPath(id)}?download=1`);
   const address = URL.createObjectURL(await reply.blob());
-  el("a", { href: address, download: splitPath(id).name }).click();
+  el("a", { href: address, download: splitPath(id).name.split("#")[0] }).click();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }
 
-/** Read a document. Returns its title, the node of its text, and the first marked node in it, or null. */
+/** Read a document. Returns its title, its text as a node, the first marked node in it or null, and if it has a file. */
 export async function readDocument(id, place) {
   const content = await getJson(contentPath(id));
   const { paragraphs } = content;
@@ -51,7 +51,7 @@ export async function readDocument(id, place) {
     text.append(part);
   });
   if (!parts.length) text.append(el("p", { class: "hint", text: "The document has no text." }));
-  return { title: content.title, text, target: mark ?? within[0] ?? null };
+  return { title: content.title, text, target: mark ?? within[0] ?? null, hasFile: content.has_file };
 }
 
 function isWithin(one, { start_line: line, end_line: last, start_page: page, end_page: lastPage }) {
@@ -62,8 +62,11 @@ function isWithin(one, { start_line: line, end_line: last, start_page: page, end
 
 function paragraph(one) {
   const place = one.start_line ? `L${one.start_line}` : one.start_page ? `p. ${one.start_page}` : "";
-  return el("p", { class: isWrapped(one.text) ? "passage-text" : "passage-text lines", "data-place": place }, one.text);
+  const kind = isWrapped(one.text) ? "" : CODE.test(one.text) ? " lines code" : " lines";
+  return el("p", { class: `passage-text${kind}`, "data-place": place }, one.text);
 }
+
+const CODE = /^(?: {2,}|\t)\S|[{;(\[]$/m;
 
 /** Whether a text is prose whose lines were broken to fit a width, so that they may be joined. */
 const isWrapped = (text) => text.split("\n").every((line, index, { length }) =>

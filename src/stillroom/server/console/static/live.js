@@ -187,7 +187,7 @@ function tile(name, value, detail, values) {
 function chart(values, name) {
   const times = readings.slice(readings.length - values.length).map((reading) => reading.at);
   const isByTime = times.length === values.length;
-  const ends = isByTime ? [`${trim(Math.max((times.at(-1) - times[0]) / 60, 0))} min ago`, "now"] : ["earlier", "latest"];
+  const ends = isByTime ? [`${duration(Math.round(times.at(-1) - times[0]))} ago`, "now"] : ["earlier", "latest"];
   return [
     sparkline(values, `${name} over time`, isByTime ? times : null),
     el("p", { class: "axis", "aria-hidden": "true" }, ...ends.map((text) => el("span", { text }))),

@@ -1,7 +1,7 @@
 // Views, theme, API key, and the line that names model and document count.
 
 import { getJson, key, setKey } from "./api.js";
-import { showAsk, start } from "./ask.js";
+import { leave, showAsk, start } from "./ask.js";
 import { showDocuments } from "./documents.js";
 import { byId, el } from "./dom.js";
 import { count } from "./format.js";
@@ -98,6 +98,7 @@ function startKey() {
     setKey(value);
     dialog.close();
     forgetLive();
+    leave();
     document.dispatchEvent(new Event("stillroom:documents"));
     openThreads().then(() => route());
   };

@@ -8,7 +8,7 @@ import { byId, el } from "./dom.js";
 import { splitPath } from "./format.js";
 import { sourceList } from "./sources.js";
 
-const isNarrow = () => matchMedia("(max-width: 64rem)").matches;
+const NARROW = "(max-width: 64rem)";
 
 let shown = null; // the answer whose sources are shown
 let opener = null; // the button that opened the document
@@ -16,6 +16,7 @@ let isSheet = false;
 let number = 0; // counts openings, so that a slow document does not replace a later one
 
 addEventListener("popstate", () => isSheet && close());
+matchMedia(NARROW).addEventListener("change", ({ matches }) => !matches && isSheet && asSheet(false));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !byId("reading").hidden && !document.querySelector("dialog[open]")) back();
 });
@@ -62,12 +63,13 @@ async function open(place, walk) {
   byId("reading").replaceChildren(head(place, walk), el("p", { class: "hint", text: "Opening \u2026" }));
   byId("reading").hidden = false;
   byId("source-box").hidden = true;
-  if (isNarrow() && !isSheet) asSheet(true);
+  if (matchMedia(NARROW).matches && !isSheet) asSheet(true);
   byId("reading").querySelector("h2").focus({ preventScroll: true });
   try {
-    const { title, text, target } = await readDocument(place.document, place);
+    const { title, text, target, hasFile } = await readDocument(place.document, place);
     if (own !== number) return;
     if (title) byId("reading").querySelector("h2").textContent = title;
+    byId("reading").querySelector(".links button").hidden = !hasFile;
     byId("reading").lastChild.replaceWith(text);
     scrollTo(byId("pane"), target);
   } catch (error) {

@@ -10,10 +10,11 @@ export async function showReading(id = "", place = "") {
   byId("read-tools").replaceChildren(downloadButton(id));
   byId("read").replaceChildren(el("p", { class: "hint", text: "Opening \u2026" }));
   const address = location.hash;
-  const { title, text, target } = await readDocument(id, placeFrom(place));
+  const { title, text, target, hasFile } = await readDocument(id, placeFrom(place));
   if (location.hash !== address) return; // another view was opened meanwhile
   if (title) byId("read-title").textContent = title;
   document.title = `${byId("read-title").textContent} \u2013 Stillroom`;
+  byId("read-tools").hidden = !hasFile;
   byId("read").replaceChildren(text);
   target?.scrollIntoView({ block: "center" });
 }
