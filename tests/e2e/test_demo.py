@@ -16,7 +16,7 @@ ANSWERS = ["Remun Wurker", "Beritine", "Baxer Mills", "Canham", "wool"]
 @pytest.fixture(scope="module")
 def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     with Stillroom.open(tmp_path_factory.mktemp("demo") / "kb") as stillroom:
-        report = stillroom.add(ROOT / "docs", ROOT / "examples" / "gazetteer")
+        report = stillroom.add(ROOT / "examples" / "gazetteer")
         assert report.failures == ()
         yield stillroom
 
