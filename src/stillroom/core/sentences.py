@@ -27,6 +27,10 @@ _ABBREVIATED = """
     u.n a.m p.m d.c ph.d b.c a.d viz ca min max art
 """
 _ABBREVIATIONS = frozenset(_ABBREVIATED.split())
+_BEFORE_NUMBERS = frozenset(
+    ["no", "nos", "nr", "fig", "figs", "eq", "eqs", "sec", "ch", "vol", "p", "pp", "min"]
+)
+"""Abbreviations only before a number: "No. 5", and not "No. It is not." """
 _CAN_START = re.compile(
     r"[\"'(\[\u201c\u2018*_`]*[^\W_a-z]|[\"'(\[\u201c\u2018*_]*`|[\"'(\[\u201c\u2018*_]*[a-z]+[_A-Z(]"
 )
@@ -87,7 +91,8 @@ def _is_end(text: str, start: int, match: re.Match[str], end: int) -> bool:
     last = word.group().strip("\"'([*_`").lower() if word else ""
     is_initial = len(last) == 1 and last.isalpha() and last != "i"
     is_number_of_item = last.isdigit() and text[start : match.start()].strip() == last
-    return not (last in _ABBREVIATIONS or is_initial or is_number_of_item)
+    is_unit = last in _BEFORE_NUMBERS and not rest[0].isdigit()
+    return is_unit or not (last in _ABBREVIATIONS or is_initial or is_number_of_item)
 
 
 def _cut(text: str, start: int, end: int) -> Iterator[Span]:
