@@ -1,5 +1,6 @@
 """The Documents view: uploads with failures, confirmed deletion, paging; with a real knowledge base."""
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def real_stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
     with Stillroom.open(tmp_path_factory.mktemp("documents") / "kb") as stillroom:
+        stillroom.upload(
+            [("first.txt", io.BytesIO(b"Loads the embedder."))]
+        )  # longer than a page waits, on a busy machine
+        stillroom.discard("first.txt")
         yield stillroom
 
 
