@@ -54,11 +54,17 @@ def places_of(answer: dict[str, Any]) -> list[str]:
     """Return `[n] document:lines  heading` of each source that the answer cites."""
     found: dict[int, str] = {}
     for one in answer["citations"]:
-        lines = f"{one['start_line']}-{one['end_line']}" if one["start_line"] else f"page {one['start_page']}"
-        place = f"[{one['source']}] {os.path.relpath(one['document'])}:{lines}  {one['heading']}"
         if one["source"]:
+            place = f"[{one['source']}] {os.path.relpath(one['document'])}{_lines(one)}  {one['heading']}"
             found.setdefault(one["source"], place)
     return list(found.values())
+
+
+def _lines(citation: dict[str, Any]) -> str:
+    first, last = citation["start_line"], citation["end_line"]
+    if not first:
+        return ""
+    return f":{first}" if first == last else f":{first}-{last}"
 
 
 if __name__ == "__main__":

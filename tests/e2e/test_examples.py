@@ -108,7 +108,8 @@ def reply_to(row: Row) -> str:
     """Return the line of `stillroom ask --json` for an answer that is right, as far as the demo reads it."""
     where = {"document": str(ROOT / row.document), "heading": "Part", "start_line": 2, "end_line": 4, "start_page": 0}
     text = f"It is {row.answers[0]}. [1]" if row.answers else "The documents do not say."
-    citations = [{"source": 1, **where}] if row.answers else []
+    unsupported = {**where, "source": 0, "document": "", "start_line": 0, "end_line": 0}
+    citations = [{**where, "source": 1}] if row.answers else [unsupported]
     return json.dumps({"question": row.question, "text": text, "citations": citations, "highlight": None})
 
 
@@ -145,13 +146,14 @@ def test_demo_runs_its_commands_in_order_and_prints_answers_with_their_places(tm
 def test_demo_counts_wrong_answers_and_citations_of_what_is_not_said(tmp_path: Path) -> None:
     replies = [json.loads(reply_to(row)) for row in rows()]
     replies[0]["text"] = "Horses. [1]"
-    replies[-1]["citations"] = replies[0]["citations"]
+    replies[-1]["citations"] = [{**replies[0]["citations"][0], "end_line": 2}]
 
     found = run_demo(tmp_path, replies=map(json.dumps, replies))
 
     assert f"{len(rows()) - 2} of {len(rows())} are as" in found.stdout
     assert "  (expected: sweet-flavoured waters)" in found.stdout
-    assert "  (expected: the documents do not say)" in found.stdout
+    place = "[1] examples/household/housekeeper.md:2  Part"
+    assert f"  The documents do not say.\n  {place}\n  (expected: the documents do not say)" in found.stdout
 
 
 @pytest.mark.parametrize("step", ["docs", "--json", "show", "explain"])
