@@ -68,8 +68,13 @@ def cite(text: str, sources: Sequence[Source], embed: Embed | None = None, quest
 
 def states_something(sentence: str) -> bool:
     """Return whether a sentence states something that a source can support."""
-    is_statement = not sentence.rstrip("\"') *").endswith(("?", ":")) and not _SAYS_NOTHING.search(sentence)
+    is_statement = not sentence.rstrip("\"') *").endswith(("?", ":")) and not says_nothing(sentence)
     return is_statement and terms_of(sentence).says_something
+
+
+def says_nothing(sentence: str) -> bool:
+    """Return whether a sentence says that the documents do not say, or that it cannot be known."""
+    return _SAYS_NOTHING.search(sentence) is not None
 
 
 def _claim(statement: Statement, read: Mapping[int, SourceText], asked: Terms) -> _Claim:

@@ -89,6 +89,18 @@ QUALITY_HELP = help_text(
     ),
 )
 
+ANSWERS_HELP = help_text(
+    "Measure answers end to end: exact match, F1, quotes, citations, abstention and time, for every model.",
+    "Questions come from a data set in BEIR layout whose queries have `answers`, or from a JSON-lines file about a "
+    "knowledge base: `question`, `answers` (a list, empty if the documents do not say) and optionally `document`. "
+    "How to read it: docs/answers-bench.md.",
+    examples=(
+        "stillroom bench answers --questions data/xquad --gold --without-gold --limit 200",
+        "stillroom bench answers --questions eval.jsonl --kb ./kb --output answers.json",
+        "stillroom bench answers --questions data/xquad --model bundled --model ./model --limit 100",
+    ),
+)
+
 SAVINGS_HELP = help_text(
     "Count the prompt tokens that reuse saves when searches return the same passages again.",
     "Compared are prefix caching, prefix caching with reordered passages (Cache-Craft's SET-CACHE), and reuse at any "
@@ -127,6 +139,7 @@ def add_commands(app: typer.Typer) -> None:
         FIXED_SHAPES_HELP,
         ["config", "work_dir"],
     )
+    add_command(app, "answers", options.EndToEndOptions, _end_to_end, ANSWERS_HELP)
     add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
     add_command(app, "support", options.SupportOptions, _support, SUPPORT_HELP, ["config", "work_dir", "compare"])
     add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])
@@ -180,6 +193,12 @@ def _support(chosen: options.SupportOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.support import run_support
 
     return run_support(chosen, call.say)
+
+
+def _end_to_end(chosen: options.EndToEndOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.end_to_end_answers import run_answers
+
+    return run_answers(chosen, call.work_dir, call.settings(), call.say)
 
 
 def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":

@@ -107,6 +107,13 @@ class Interval:
         return value < self.low or value > self.high
 
 
+def bootstrapped(values: FloatArray, *, seed: int = 0, num_resamples: int = 2000) -> Interval:
+    """Return the mean of at least one sample with a percentile bootstrap interval."""
+    rows = np.random.default_rng(seed).integers(0, values.size, size=(num_resamples, values.size))
+    low, high = np.percentile(values[rows].mean(axis=1), [2.5, 97.5])
+    return Interval(float(values.mean()), float(low), float(high))
+
+
 def ratio_of_medians(
     numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0, num_resamples: int = 5000
 ) -> Interval:

@@ -107,6 +107,26 @@ class SavingsOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EndToEndOptions:
+    """Options of `stillroom bench answers`."""
+
+    questions: tuple[Path, ...] = flag(
+        REQUIRED, "A data set whose queries have answers, or a file of questions.", metavar="PATH"
+    )
+    kb: Path | None = flag(None, "Knowledge base that a file of questions is about.", path="folder")
+    models: tuple[str, ...] = flag(
+        (), "A checkpoint folder, a hub name, or bundled; default: the setting.", "--model", metavar="MODEL"
+    )
+    has_gold: bool = flag(False, "Also answer from the gold passage only, without a search in the others.", "--gold")
+    has_without_gold: bool = flag(
+        False, "Also answer without the gold passage, where refusing to answer is right.", "--without-gold"
+    )
+    num_questions: int | None = flag(None, "Maximum number of questions of each input.", "--limit", min=1)
+    max_tokens: int = flag(64, "Maximum number of tokens of an answer.", min=1)
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerOptions:
     """Options of `stillroom bench quality`."""
 
