@@ -323,9 +323,9 @@ def test_citations_are_in_the_extension_and_annotations_in_openais_form(
     assert body["choices"][0]["message"]["annotations"] == [
         {
             "type": "url_citation",
-            "url_citation": {"start_index": 0, "end_index": 6, "title": "Keys", "url": f"{path}{fragment}"},
+            "url_citation": {"start_index": 0, "end_index": 6, "title": "Keys", "url": f"{path}{place}"},
         }
-        for fragment in ("#L10-L14", "#page=3")
+        for place in ("?highlight=L10-L14#L10-L14", "#page=3")
     ]
     *_, last, _ = events(client.post("/v1/chat/completions", json=QUESTION | {"stream": True}))
     assert last["choices"][0]["delta"] == {"annotations": body["choices"][0]["message"]["annotations"]}

@@ -31,14 +31,16 @@ def annotations_of(answer: Answer) -> list[Annotation]:
 
 def _annotation(citation: Citation) -> Annotation:
     title = citation.heading or citation.document.rpartition("/")[2]
-    url = f"/v1/documents/{quote(citation.document)}/content{_fragment(citation)}"
+    url = f"/v1/documents/{quote(citation.document)}/content{_place(citation)}"
     return Annotation(
         url_citation=UrlCitation(start_index=citation.start, end_index=citation.end, title=title, url=url)
     )
 
 
-def _fragment(citation: Citation) -> str:
+def _place(citation: Citation) -> str:
+    """Return query and fragment with which the document's page marks the lines, or shows the page."""
     if citation.start_line:
         last = f"-L{citation.end_line}" if citation.end_line > citation.start_line else ""
-        return f"#L{citation.start_line}{last}"
+        lines = f"L{citation.start_line}{last}"
+        return f"?highlight={lines}#{lines}"
     return f"#page={citation.start_page}" if citation.start_page else ""
