@@ -1,9 +1,11 @@
 """Prompts: a chunk has the same tokens at every position, and no text can imitate the template."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stillroom.backends.openai import OpenAIBackend
 from stillroom.backends.prompt_builder import PromptBuilder, format_for, plain_format
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId
@@ -103,3 +105,16 @@ def test_template_without_system_role_keeps_the_instructions(
     users = "{% for m in messages if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% endfor %}"
     form = format_for(with_template(refusal + users, folder, tmp_path))
     assert form.system.startswith("[INST] Answer the question using only") and form.question_end == " [/INST]"
+
+
+def test_server_elsewhere_is_asked_for_citations_behind_the_question() -> None:
+    def write(chunks: object, question: str, history: object, max_tokens: int | None) -> tuple[str, tuple[()]]:
+        return question, ()
+
+    no_engine: Any = None
+    prompts = [
+        OpenAIBackend(no_engine, write, None, asks_for_citations=asks).prepare_prompt([], "Why?", None).prompt
+        for asks in (False, True)
+    ]
+    assert prompts[0] == "Why?"
+    assert isinstance(prompts[1], str) and prompts[1].startswith("Why?\n\n") and "[1]" in prompts[1]

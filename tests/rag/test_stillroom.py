@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from stillroom.backends.conversation import Exchange
-from stillroom.config.settings import RuntimeConfig, StillroomConfig
+from stillroom.config.settings import GenerationConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.ids import DocumentId
 from stillroom.errors import EngineClosedError, ModelError, NothingFoundError, PromptTooLongError, UsageError
-from stillroom.rag.answer import AskOptions
+from stillroom.rag.answer import Answer, AskOptions, Support
 from stillroom.rag.stillroom import Stillroom
 from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.server.fakes import until
@@ -118,6 +118,31 @@ def test_other_negative_numbers_are_refused(stillroom: Stillroom, options: dict[
     [(name, value)] = options.items()
     with pytest.raises(UsageError, match=f"{name.removeprefix('sample_')}={value}"):
         stillroom.ask(QUESTION, AskOptions(**options))
+
+
+def test_answer_cites_the_words_of_its_source(stillroom: Stillroom) -> None:
+    answer = stillroom.ask(QUESTION)
+
+    async def read() -> Answer:
+        stream = await stillroom.astream(QUESTION)
+        assert "".join([piece async for piece in stream]) == answer.text
+        return stream.answer
+
+    [citation] = answer.citations
+    [source] = [source for source in answer.sources if source.position == citation.source]
+    assert citation.support is Support.SUPPORTED
+    assert "employed by Yunder Bank" in citation.quote
+    assert source.text[citation.quote_start : citation.quote_end] == citation.quote
+    assert ANSWER in answer.text[citation.start : citation.end]
+    assert asyncio.run(read()).citations == answer.citations
+    [recorded] = stillroom.records.get(answer.request_id)["citations"]
+    assert (recorded["source"], recorded["support"]) == (citation.source, "supported")
+
+
+def test_citations_can_be_switched_off(knowledge: Path) -> None:
+    config = StillroomConfig(generation=GenerationConfig(citations=False))
+    with Stillroom.open(knowledge, config=config) as plain:
+        assert plain.ask(QUESTION).citations == ()
 
 
 def test_answer_without_limit_is_bounded_by_the_kv_pool(knowledge: Path) -> None:
