@@ -124,6 +124,14 @@ def test_sentences_that_state_nothing_are_not_cited(sentence: str) -> None:
     assert cite(sentence, BOTH) == ()
 
 
+def test_copied_question_is_cited_if_the_answer_names_its_source() -> None:
+    asked = source(1, "What are keys? Keys open doors. I cannot open them.")
+    for text in ("What are keys? [1]", "I cannot open them. [1]"):
+        [one] = cite(text, (asked,))
+        assert (one.source, one.support) == (1, Support.SUPPORTED)
+    assert cite("What are keys? I cannot open them.", (asked,)) == ()
+
+
 def test_short_answer_is_quoted_with_its_sentence_where_the_question_is() -> None:
     other = source(3, "The buffer has 8 MiB. A row of the cache has 8 MiB too.")
     [one] = cite("8 MiB", (other, LIMITS), question="What is the maximum request size?")

@@ -27,9 +27,7 @@ _ABBREVIATED = """
     u.n a.m p.m d.c ph.d b.c a.d viz ca min max art
 """
 _ABBREVIATIONS = frozenset(_ABBREVIATED.split())
-_BEFORE_NUMBERS = frozenset(
-    ["no", "nos", "nr", "fig", "figs", "eq", "eqs", "sec", "ch", "vol", "p", "pp", "min"]
-)
+_BEFORE_NUMBERS = frozenset(["no", "nos", "nr", "fig", "figs", "eq", "eqs", "sec", "ch", "vol", "p", "pp", "min"])
 """Abbreviations only before a number: "No. 5", and not "No. It is not." """
 _CAN_START = re.compile(
     r"[\"'(\[\u201c\u2018*_`]*[^\W_a-z]|[\"'(\[\u201c\u2018*_]*`|[\"'(\[\u201c\u2018*_]*[a-z]+[_A-Z(]"

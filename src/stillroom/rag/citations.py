@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stillroom.core.sentences import Span
 from stillroom.rag.answer import Citation, Source, Support
 from stillroom.rag.markers import Statement, statements
-from stillroom.rag.support import Candidate, Embed, SourceText, best_quote, is_limited
+from stillroom.rag.support import Candidate, Embed, SourceText, best_quote, is_limited, verbatim
 from stillroom.rag.terms import Terms, terms_of
 
 Vector = NDArray[np.float32]
@@ -61,7 +61,7 @@ def cite(text: str, sources: Sequence[Source], embed: Embed | None = None, quest
     read = {position: SourceText(source.text, source.heading) for position, source in by_position.items()}
     asked = terms_of(question)
     found = statements(text, [source.text for source in sources])
-    claims = [_claim(one, read, asked) for one in found if states_something(one.text)]
+    claims = [_claim(one, read, asked) for one in found if states_something(one.text) or _is_named_copy(one, read)]
     vectors = {} if embed is None else _vectors(claims, read, embed)
     return tuple(citation for claim in claims for citation in _citations(claim, by_position, vectors))
 
@@ -75,6 +75,12 @@ def states_something(sentence: str) -> bool:
 def says_nothing(sentence: str) -> bool:
     """Return whether a sentence says that the documents do not say, or that it cannot be known."""
     return _SAYS_NOTHING.search(sentence) is not None
+
+
+def _is_named_copy(statement: Statement, read: Mapping[int, SourceText]) -> bool:
+    """Whether a sentence is copied from a source that it names, whatever its form."""
+    named = (read[number].text for number in statement.numbers if number in read)
+    return terms_of(statement.text).says_something and any(verbatim(statement.text, text) for text in named)
 
 
 def _claim(statement: Statement, read: Mapping[int, SourceText], asked: Terms) -> _Claim:
