@@ -55,6 +55,8 @@ def test_numbers_belong_to_the_sentence_before_them(text: str, expected: list[tu
 def test_number_that_was_copied_with_its_words_is_no_citation() -> None:
     [one] = statements("The dome is gold.[3] [1]", ["The dome is gold.[3] It is high."])
     assert one.numbers == (1,)
+    [one] = statements("[3] https://example.org/dome [1]", ["[2] nothing\n[3] https://example.org/dome"])
+    assert (one.numbers, one.text) == ((1,), "[3] https://example.org/dome")
 
 
 @given(st.text(alphabet="ab. \n[]12,-`?A", max_size=60))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from stillroom.core.sentences import Span, sentences
 
 _MARKER = re.compile(r"[\[\u3010]\s*([0-9]{1,4}(?:\s*[,;]\s*[0-9]{1,4})*)\s*[\]\u3011](?!\()")
-_CODE = re.compile(r"(?:```|~~~).*?(?:```|~~~|\Z)|`[^`\n]+`", re.DOTALL)
+_CODE = re.compile(r"(?:```|~~~)[^\n]*\n.*?(?:```|~~~|\Z)|`[^`\n]+`", re.DOTALL)
 _LEAD = re.compile(r"(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)])[ \t]+)+")
-_NUM_BEFORE = 16
-"""Characters before a number that show whether it was copied from a source."""
+_NUM_AROUND = 16
+"""Characters before or after a number that show whether it was copied from a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,17 @@ def _markers(text: str, source_texts: Sequence[str]) -> Iterator[re.Match[str]]:
     code = [match.span() for match in _CODE.finditer(text)]
     for match in _MARKER.finditer(text):
         is_code = any(start <= match.start() < end for start, end in code)
-        before = text[max(match.start() - _NUM_BEFORE, 0) : match.start()]
-        is_copied = before.strip() and any(before + match.group() in source for source in source_texts)
-        if not is_code and not is_copied:
+        if not is_code and not _is_copied(text, match, source_texts):
             yield match
+
+
+def _is_copied(text: str, match: re.Match[str], source_texts: Sequence[str]) -> bool:
+    """Whether a source has this number between the same words."""
+    before = text[max(match.start() - _NUM_AROUND, 0) : match.start()]
+    after = text[match.end() : match.end() + _NUM_AROUND]
+    copies = [before + match.group()] if before.strip() else []
+    copies += [match.group() + after] if len(after) == _NUM_AROUND else []
+    return any(copy in source for copy in copies for source in source_texts)
 
 
 def _owner(bare: str, spans: Sequence[Span], at: int) -> Span | None:
