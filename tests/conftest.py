@@ -3,11 +3,14 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from stillroom.models import bundled_models
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -38,6 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skips.items():
             if skip is not None and item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def default_model(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make the bundled decoder the default in modules with the marker `microworld`, which test its tokens and its KV.
+    Automatic, so that it comes before all fixtures of the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("microworld") is None:
+            yield
+            return
+        patch.setattr(bundled_models, "DEFAULT", "microworld")
+        patch.setenv("STILLROOM_RUNTIME__MODEL", bundled_models.MICROWORLD)  # of commands in their own process
+        yield
 
 
 @pytest.fixture(scope="session")

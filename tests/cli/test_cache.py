@@ -15,6 +15,8 @@ from stillroom.retrieval.store.folder import CORPUS
 from tests.cli.harness import Run
 from tests.retrieval.test_reading_only import read_only
 
+pytestmark = pytest.mark.microworld
+
 MODEL = b"\x07" * 32
 
 
@@ -115,7 +117,7 @@ def test_calibrate_saves_a_profile_that_the_next_start_loads(
 
     found = run("calibrate", "--kb", "kb", "--repeat", 1, "--json").json
 
-    model = load_model("bundled")
+    model = load_model("bundled:microworld")
     path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
     assert found["path"] == str(path)
     profile = load_profile(path)

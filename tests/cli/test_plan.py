@@ -23,6 +23,8 @@ from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run
 from tests.server.knowledge import QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 SMALL = ("--requests", 6, "--different", 3, "--answer-tokens", 2, "--device-memory", "64MiB", "--quiet")
 
 

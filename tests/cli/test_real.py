@@ -10,10 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from stillroom.models.bundled_models import MICROWORLD, model_warnings
 from stillroom.rag.stillroom import Stillroom
 from tests.cli.harness import Run
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
+WARNINGS = [f"warning: {text}" for text in model_warnings(MICROWORLD)]
 PROGRAM = [sys.executable, "-m", "stillroom.cli.main"]
 
 
@@ -77,7 +81,8 @@ def test_quiet_ask_prints_only_the_answer(kb: Path) -> None:
 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{ANSWER}\n", "")
+    assert (done.returncode, done.stdout) == (0, f"{ANSWER}\n")
+    assert done.stderr.splitlines() == WARNINGS
 
 
 def test_several_questions_from_stdin(run: Run, kb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +101,8 @@ def test_answer_too_long_for_the_model_exits_2(run: Run, kb: Path) -> None:
     result = run("ask", QUESTION, "--kb", kb, "--max-tokens", 100_000)
 
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: ")
-    assert len(result.err.splitlines()) == 1
+    *warnings, error = result.err.splitlines()
+    assert warnings == WARNINGS and error.startswith("error: ")
 
 
 @pytest.mark.parametrize("command", ["list", "search x", "ask x", "remove x"])
@@ -161,7 +166,7 @@ def test_serve_answers_and_stops(kb: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
             records = [json.loads(line) for line in process.stderr.read().splitlines()]
-            assert [record["logger"] for record in records] == ["stillroom.server.access"]
+            assert [record["logger"] for record in records] == ["stillroom.server.app", "stillroom.server.access"]
             assert QUESTION not in str(records)
         finally:
             process.kill()

@@ -9,6 +9,8 @@ import pytest
 from stillroom import Answer, AskOptions, Stillroom
 from stillroom.errors import EmptyKnowledgeBaseError, UsageError
 
+pytestmark = pytest.mark.microworld
+
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS = ["Remun Wurker", "Beritine", "Baxer Mills", "Canham", "wool"]
 

@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_model("bundled", device="cpu", dtype="bfloat16").decoder
+    return load_model("bundled:microworld", device="cpu", dtype="bfloat16").decoder
 
 
 def questions(vocab_size: int) -> list[Request]:

@@ -292,8 +292,8 @@ def test_unusable_device_is_refused(folder: Path, device: str) -> None:
 
 
 def test_bundled_model_loads_with_its_end_token() -> None:
-    model = load_model("bundled", device="cpu")
-    assert model.name == "bundled"
+    model = load_model("bundled:microworld", device="cpu")
+    assert model.name == "bundled:microworld"
     assert model.stop_token_ids == {3}
     assert model.decoder.spec.max_positions == 2048
 

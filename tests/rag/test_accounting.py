@@ -22,6 +22,8 @@ from tests.server.fakes import until
 from tests.server.knowledge import QUESTION, write_knowledge
 from tests.server.test_metrics import samples
 
+pytestmark = pytest.mark.microworld
+
 LONG = AskOptions(max_tokens=1500, min_tokens=1500, temperature=50.0, seed=3)
 COUNTED = (
     "stillroom_prompt_tokens_total",

@@ -12,6 +12,8 @@ from stillroom.rag.stillroom import Stillroom
 from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.server.knowledge import QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 SCHEMA = {
     "type": "object",
     "properties": {"year": {"type": "integer", "minimum": 0, "maximum": 9999}, "bank": {"type": "boolean"}},

@@ -24,6 +24,8 @@ from tests.rag.test_reuse import TEXTS
 from tests.retrieval.test_corpus import stored
 from tests.server.fakes import until
 
+pytestmark = pytest.mark.microworld
+
 QUESTION = "What is the capital of Ardun ?"
 OWN, TENANT = {0, 1, 2, 3}, {10, 11, 12, 13}
 """Numbers of records: a system prompt; after it document a; after it document b; document a after b."""

@@ -33,6 +33,7 @@ PYTHON = os.environ.get("STILLROOM_TEST_LLAMA_PYTHON", "")
 KEY = "sk-do-not-show"
 
 pytestmark = [
+    pytest.mark.microworld,
     pytest.mark.slow,
     pytest.mark.shared,
     pytest.mark.skipif(not PYTHON, reason="STILLROOM_TEST_LLAMA_PYTHON names no Python with llama-cpp-python"),

@@ -18,6 +18,8 @@ from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 QUESTIONS = [QUESTION, "In which year was Jatha Jurlow born ?", "What did Cirik Prurs study ?", QUESTION]
 ENDLESS = AskOptions(max_tokens=1500, temperature=50.0, seed=1)
 """Words are almost uniformly random, so the answer reaches `max_tokens`."""

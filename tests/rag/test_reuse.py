@@ -13,6 +13,8 @@ from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import record, sealed
 
+pytestmark = pytest.mark.microworld
+
 TEXTS = {
     "ardun": "The capital of Ardun is Belmar . The river of Ardun is the Tolvane .",
     "corvia": "The capital of Corvia is Denholm . The river of Corvia is the Esk .",

@@ -28,6 +28,8 @@ from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
 from tests.server.fakes import until
 
+pytestmark = pytest.mark.microworld
+
 PEOPLE = {
     "pis": "Pis Jurs later moved to Ranholm . Pis Jurs studied grammar .",
     "kala": "Kala Broster was born in Glanwick . By trade she was a clerk .",

@@ -23,6 +23,8 @@ from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.server.fakes import until
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 T = TypeVar("T")
 
 HALF = "half of \ud800"
@@ -259,7 +261,7 @@ from stillroom import AskOptions, Stillroom
 from stillroom.errors import EngineClosedError
 
 kb, question, other = sys.argv[1:]
-stillroom = Stillroom.open(kb)
+stillroom = Stillroom.open(kb, model="bundled:microworld")
 stillroom.ask(question)
 child = os.fork()
 if not child:

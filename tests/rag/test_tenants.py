@@ -21,6 +21,8 @@ from tests.kvstore.nodes import key, record, sealed
 from tests.rag.test_reuse import TEXTS
 from tests.server.fakes import until
 
+pytestmark = pytest.mark.microworld
+
 NO_SPECULATION = SpeculationConfig(mode="off")
 """Without speculation, because a tenant's speculative prompts would be reused by its own next one."""
 QUESTION = "What is the capital of Ardun ?"

@@ -19,6 +19,8 @@ from tests.fakes import random_checkpoint
 from tests.ops.test_thread_pools import needs_teams, num_system_threads
 from tests.server.fakes import until
 
+pytestmark = pytest.mark.microworld
+
 
 def test_candidates_are_repeated_halves() -> None:
     assert [candidates(most) for most in (1, 2, 6, 16)] == [[1], [2, 1], [6, 3, 1], [16, 8, 4, 2, 1]]

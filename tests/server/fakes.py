@@ -174,6 +174,7 @@ class FakeStillroom:
         self.metrics = Metrics()
         self.model_name = "fake-model"
         self.num_blocks = NUM_BLOCKS
+        self.warnings: tuple[str, ...] = ()
         self.list_figures: ListFigures | None = None
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.uploads = FakeUploads(self)

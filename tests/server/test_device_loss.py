@@ -16,6 +16,8 @@ from tests.server.fakes import until
 from tests.server.harness import events, serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
 ERROR = "CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported"
 

@@ -27,6 +27,8 @@ from tests.server.harness import QUESTION, serving
 from tests.server.knowledge import write_knowledge
 from tests.server.test_keys import add, bearer
 
+pytestmark = pytest.mark.microworld
+
 
 @contextmanager
 def limited(**settings: Any) -> Iterator[tuple[FakeStillroom, httpx.Client]]:

@@ -28,6 +28,8 @@ from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 NUM_CONNECTIONS = int(os.environ.get("STILLROOM_LOAD_CONNECTIONS", "60"))
 NUM_CLIENTS = 48
 """Clients that measure the sustainable rate: more than a batch holds, so that every step is full."""

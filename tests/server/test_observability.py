@@ -23,6 +23,8 @@ from tests.server.knowledge import QUESTION as REAL_QUESTION
 from tests.server.knowledge import write_knowledge
 from tests.server.test_keys import add, bearer
 
+pytestmark = pytest.mark.microworld
+
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
 

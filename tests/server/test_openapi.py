@@ -26,6 +26,8 @@ from tests.server.harness import QUESTION, events
 from tests.server.knowledge import write_knowledge
 from tests.server.test_keys import add
 
+pytestmark = pytest.mark.microworld
+
 load_all_checks()
 UNFIT = {
     "positive_data_acceptance",  # schemas cannot express non-blank questions or served models

@@ -14,6 +14,8 @@ from stillroom.server.error_replies import describe
 from stillroom.server.privacy import served_name, without_folders
 from tests.server.harness import serving
 
+pytestmark = pytest.mark.microworld
+
 ROUTE = "/v1/documents"
 
 

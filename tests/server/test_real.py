@@ -22,6 +22,8 @@ from tests.server.fakes import until
 from tests.server.harness import events, serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 NUM_CLIENTS = 16
 
 

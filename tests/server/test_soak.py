@@ -28,6 +28,8 @@ from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
+pytestmark = pytest.mark.microworld
+
 NUM_CLIENTS = 8
 PATIENCE = 60.0
 MAX_GROWTH = 16 * 2**20

@@ -19,6 +19,8 @@ from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, PEOPLE, QUESTION
 from tests.server.test_keys import add, bearer
 
+pytestmark = pytest.mark.microworld
+
 ASKED = {"messages": [{"role": "user", "content": QUESTION}]}
 
 

@@ -28,6 +28,7 @@ from stillroom.core.reuse import PromptReuse, Reason
 from stillroom.engine.engine import Engine
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.models.bundled_models import MICROWORLD
 from stillroom.models.loader import LoadedModel
 from stillroom.rag.answer import Source, Support
 from stillroom.rag.citations import cite
@@ -51,7 +52,7 @@ class QualityOptions:
     questions: Path
     num_questions: int | None = None
     """Upper limit; None: all questions."""
-    runtime: RuntimeConfig = field(default_factory=lambda: bench_runtime("bundled"))
+    runtime: RuntimeConfig = field(default_factory=lambda: bench_runtime(MICROWORLD))
     reuse: ReuseConfig = field(default_factory=lambda: ReuseConfig(token_selector="context"))
     """Its selector decides which tokens' attention is measured: `context` measures all. Arms set the other options."""
     ratios: tuple[float, ...] = RATIOS

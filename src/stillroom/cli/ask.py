@@ -160,6 +160,8 @@ def ask(  # noqa: PLR0913  one parameter per flag
     style = _Style(as_json, quiet, is_series=len(questions) > 1 or STDIN in questions)
     failure: StillroomError | None = None
     with opening.open_stillroom(kb, settings) as opened:
+        for text in opened.warnings:
+            console.note(f"warning: {text}")
         opened.warm_up()  # keeps loading out of the first question's timing
         for question in _each(questions):
             try:
@@ -216,7 +218,7 @@ def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _S
 
 def _costs(answer: "Answer") -> str:
     timing, reuse = answer.timing, answer.reuse
-    per_token = f"{duration(timing.tpot_seconds)} per token, " if answer.num_generated_tokens > 1 else ""
+    per_token = f"{duration(timing.tpot_seconds)} per token, " if timing.tpot_seconds else ""
     prompt = f"{reuse.num_prompt_tokens:,} prompt tokens, {reuse.num_cached_tokens:,} cached"
     return (
         f"Timing: retrieval {duration(timing.retrieval_seconds)}, first token {duration(timing.ttft_seconds)}, "

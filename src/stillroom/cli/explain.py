@@ -68,7 +68,11 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         line(f"Citations: {', '.join(map(_describe_citation, citations))}")
     line()
     line(f"Prompt: {count(reuse['num_prompt_tokens'], 'token')}, {reuse['num_cached_tokens']:,} of them from kept KV")
+    if (confidence := trace.get("confidence")) is not None:
+        line(f"Confidence: {confidence:.2f}")
     by_chunk = {source["chunk_id"]: source for source in trace["sources"]}
+    for source in [] if reuse["segments"] else trace["sources"]:  # the engine does not report segments
+        line(f"  {_describe(source)}")
     for segment in reuse["segments"]:
         source = by_chunk.get(segment["chunk_id"])
         what = segment["kind"] if source is None else _describe(source)

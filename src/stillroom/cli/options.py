@@ -49,7 +49,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Hide progress and notes.")]
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="MODEL", help="Model: bundled, a checkpoint's folder, or a hub name."),
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="Model that answers: bundled:reader (the default; quotes the documents), a checkpoint's folder or a hub "
+        "name (generates text), or bundled:microworld (shows KV reuse).",
+    ),
 ]
 EngineOption = Annotated[
     EngineKind | None,

@@ -23,6 +23,7 @@ from stillroom.cli.options import (
 from stillroom.cli.progress import counting
 from stillroom.config.load import CONFIG_FILE, settings
 from stillroom.errors import UsageError
+from stillroom.models.bundled_models import MICROWORLD, reader_folder
 
 if TYPE_CHECKING:
     from stillroom.config.settings import StillroomConfig
@@ -120,6 +121,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     target_seconds = as_seconds("--slo-ttft", slo_ttft)
     wanted = {"--device-memory": device, "--ram": ram, "--disk": disk}
     sizes = {flag: as_bytes(flag, text) for flag, text in wanted.items()}
+    model = model or _decoder(config, quiet=quiet)
     loaded = opening.load_settings(config, {"runtime.model": model})
     if loaded.engine.kind != "builtin":
         raise UsageError(f"engine.kind={loaded.engine.kind} manages its own KV; plan needs engine.kind=builtin")
@@ -158,6 +160,16 @@ def plan(  # noqa: PLR0913  one parameter per flag
         print_json(payload)
     if not found.is_feasible:
         raise typer.Exit(MISSED)
+
+
+def _decoder(config: Path | None, *, quiet: bool) -> str | None:
+    """Return a decoder to plan for if the configured model is a reader, which has no KV; None plans for that model."""
+    configured = opening.load_settings(config)
+    if configured.engine.kind != "builtin" or reader_folder(configured.runtime.model) is None:
+        return None
+    if not quiet:
+        note(f"the bundled reader has no KV; this plan is for {MICROWORLD}. Name your model with --model")
+    return MICROWORLD
 
 
 def _budgets(

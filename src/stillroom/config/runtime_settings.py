@@ -10,7 +10,7 @@ from stillroom.config.quantities import AboveZero, AtLeastZero, Range, Share, ch
 from stillroom.config.retrieval_settings import Dtype
 
 BUNDLED_MODEL = "bundled"
-"""Model name of the bundled reader."""
+"""Model name of the default bundled model, which is the reader."""
 
 ReuseMode = Literal["exact", "anywhere", "off"]
 TokenSelector = Literal["question", "question_mean", "context", "received", "deviation", "first", "random"]
@@ -28,11 +28,13 @@ class RuntimeConfig:
     """The decoder and its step loop."""
 
     model: str = BUNDLED_MODEL
-    """`bundled`, `bundled:NAME`, a folder with a Hugging Face checkpoint, or a hub name."""
+    """`bundled`: the bundled reader, which quotes documents and generates no text (docs/reader.md).
+    `bundled:microworld`: a tiny decoder of an invented country, to show reuse of KV. Else a folder with a Hugging Face
+    checkpoint, or a hub name."""
     device: str = "auto"
     """`auto`: cuda if there is a GPU, else cpu; or any torch device name."""
     dtype: Dtype = "auto"
-    """`auto`: the checkpoint's own."""
+    """`auto`: the checkpoint's own; of the reader bfloat16 if the processor multiplies it, else float32."""
     weights: Weights = "checkpoint"
     """`int8`: rounds weights to 8 bits while loading; half the memory of bfloat16 and faster decoding on a CPU; answers
     may differ (docs/runtime-bench.md). `checkpoint`: as stored."""

@@ -11,11 +11,15 @@ from stillroom.errors import ModelNotFoundError
 
 FOLDER = Path(__file__).parent / "bundled"
 
-DEFAULT = "microworld"
+DEFAULT = "reader"
 READER = f"{BUNDLED_MODEL}:reader"
 """Quotes documents; generates no tokens, and has no KV."""
 MICROWORLD = f"{BUNDLED_MODEL}:microworld"
 """Generates tokens; for tests, and to show reuse of KV."""
+_CANNOT_READ = (
+    "microworld knows 994 words of an invented country; it shows KV reuse and cannot read other documents. Leave out "
+    "--model for the bundled reader."
+)
 _READER_TYPE = "stillroom-reader"
 """`model_type` in the `config.json` of a reader."""
 
@@ -25,8 +29,24 @@ def bundled_names() -> list[str]:
 
 
 def full_name(model: str) -> str:
-    """Return the name with which the default model is chosen whatever the default; other names unchanged."""
-    return f"{BUNDLED_MODEL}:{DEFAULT}" if model == BUNDLED_MODEL else model
+    """Return `bundled:NAME` for a bundled model, also if it was given as `bundled` or as its folder; other names
+    unchanged."""
+    if model == BUNDLED_MODEL:
+        return f"{BUNDLED_MODEL}:{DEFAULT}"
+    folder = Path(model).expanduser()
+    is_bundled = folder.is_dir() and folder.resolve().parent == FOLDER.resolve()
+    return f"{BUNDLED_MODEL}:{folder.resolve().name}" if is_bundled else model
+
+
+def short_name(model: str) -> str:
+    """Return `full_name`, or of another model's folder the last part."""
+    name = full_name(model)
+    return Path(model).resolve().name if name == model and Path(model).is_dir() else name
+
+
+def model_warnings(model: str) -> tuple[str, ...]:
+    """Return what a reader of a model's answers must know; empty for models that can read documents."""
+    return (_CANNOT_READ,) if full_name(model) == MICROWORLD else ()
 
 
 def bundled_folder(model: str) -> Path | None:

@@ -9,7 +9,7 @@ import torch
 
 from stillroom.config.settings import Dtype, Weights
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
-from stillroom.models.bundled_models import full_name
+from stillroom.models.bundled_models import short_name
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
 from stillroom.models.mixture_of_experts import GatedMlp
@@ -58,9 +58,8 @@ def load_model(
     spec_from_config(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
-    name = full_name(model) if not Path(model).is_dir() else Path(model).resolve().name
     fingerprint = fingerprint_of(folder, decoder, weights)
-    return LoadedModel(name, decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
+    return LoadedModel(short_name(model), decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
 
 
 def fingerprint_of(folder: Path, decoder: Decoder, weights: Weights = "checkpoint") -> bytes:

@@ -325,6 +325,8 @@ class Answer:
     say."""
     confidence: float | None = None
     """Probability that the sources answer the question, by the reader; None from other models."""
+    warnings: tuple[str, ...] = ()
+    """What a reader of the answer must know, such as that the model cannot read documents."""
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
@@ -339,6 +341,7 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "highlight": answer.highlight,
         "confidence": answer.confidence,
+        "warnings": answer.warnings,
         "num_generated_tokens": answer.num_generated_tokens,
         "sources": sources,
         "timing": asdict(answer.timing),

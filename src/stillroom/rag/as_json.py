@@ -93,6 +93,7 @@ def details_as_json(answer: "Answer") -> JsonObject:
     return {
         "highlight": None if answer.highlight is None else list(answer.highlight),
         "confidence": answer.confidence,
+        "warnings": list(answer.warnings),
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
         "speculation": dataclasses.asdict(answer.speculation),

@@ -27,6 +27,7 @@ from stillroom.core.request import MaySee, SampleRequest
 from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageError
+from stillroom.models.bundled_models import model_warnings
 from stillroom.rag.accounting import Account, add_phase_spans, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.citations import cite
@@ -286,6 +287,7 @@ class Pipeline:
                 sources=sources,
                 num_prompt_tokens=attempt.prepared.num_tokens,
                 speculation=report,
+                warnings=model_warnings(self._backend.name),
             )
             return AnswerCollector(
                 started,

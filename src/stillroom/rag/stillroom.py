@@ -25,6 +25,7 @@ from stillroom.core.kv import salt_of
 from stillroom.engine.deadlines import deadline_error
 from stillroom.errors import UsageError
 from stillroom.kvstore.owners import OwnerNote
+from stillroom.models.bundled_models import model_warnings
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
 from stillroom.rag.pipeline_loader import Closing, PipelineLoader, SharedBackend
 from stillroom.rag.query_cache import QueryCache
@@ -394,6 +395,11 @@ class Stillroom:
     def model_name(self) -> str:
         """The model's name, as it was given; `bundled` as the name of the default model."""
         return self._loader.model_name
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the model's answers must know; `Answer.warnings` repeats it."""
+        return model_warnings(self.model_name)
 
     @property
     def num_documents(self) -> int:

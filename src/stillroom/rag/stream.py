@@ -49,6 +49,7 @@ class AnswerStart:
     num_prompt_tokens: int | None
     """None: the last event tells it."""
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
+    warnings: tuple[str, ...] = ()
 
 
 class AnswerProgress:
@@ -249,6 +250,7 @@ class AnswerCollector:
             speculation=self.started.speculation,
             highlight=_within(self._highlight, len(text)),
             confidence=self._confidence,
+            warnings=self.started.warnings,
         )
 
 

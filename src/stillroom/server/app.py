@@ -5,6 +5,7 @@ docs/http.md
 """
 
 import base64
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from stillroom import __version__
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
+from stillroom.models.bundled_models import full_name
 from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.server import error_replies
 from stillroom.server.auth.guard import Guard, own_names
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 
     from stillroom.rag.stillroom import Stillroom
 
+logger = logging.getLogger(__name__)
+
 ALIAS = "stillroom"
 """Model name that clients may use for whichever model is served."""
 
@@ -81,6 +85,8 @@ def create_app(
         tracing: exporter of traces; None writes none.
     """
     stillroom.hide_folders()
+    for text in stillroom.warnings:
+        logger.warning(text)
     app = FastAPI(title="Stillroom", version=__version__, docs_url=None, redoc_url=None)
     app.state.workers = workers = Workers()
     error_replies.install(app)
@@ -247,7 +253,7 @@ class _Api:
     def _check_model(self, model: str | None, served: list[str]) -> None:
         """Raise Refused if the request names another model than those served."""
         names = [served_name(name) for name in served]
-        if model not in (None, ALIAS, *served, *names):
+        if model not in (None, ALIAS, *names) and full_name(str(model)) not in served:
             raise model_not_served(str(model), names)
 
 

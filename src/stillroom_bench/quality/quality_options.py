@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from stillroom.config.settings import TokenSelector
+from stillroom.models.bundled_models import MICROWORLD
 from stillroom_bench.instrument.option_flags import (
     REQUIRED,
     datasets_flag,
@@ -82,7 +83,7 @@ class RuntimeOptions:
 class FixedShapesOptions:
     """Options of `stillroom bench fixed-shapes`."""
 
-    model: str = flag("bundled", "A checkpoint folder, a hub name, or bundled.", metavar="MODEL")
+    model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.", metavar="MODEL")
     dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "Data type of the model.")
     num_questions: int = flag(200, "Questions per run.", "--questions", min=1)
     repeat: int = repeat_flag(5)
@@ -131,7 +132,7 @@ class AnswerOptions:
     """Options of `stillroom bench quality`."""
 
     questions: Path = flag(REQUIRED, "A file of questions, or a data set.", metavar="PATH")
-    model: str = flag("bundled", "A checkpoint folder, a hub name, or bundled.")
+    model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.")
     num_questions: int | None = flag(None, "Maximum number of questions.", "--limit", min=1)
     num_chunks: int | None = flag(None, "Maximum number of documents of a question.", "--chunks", min=1)
     max_words: int | None = flag(None, "Maximum number of words of a document; longer ones are cut.", "--words", min=1)

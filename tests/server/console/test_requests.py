@@ -13,6 +13,8 @@ from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.microworld
+
 
 @pytest.fixture(scope="module")
 def real_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

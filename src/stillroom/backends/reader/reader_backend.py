@@ -24,7 +24,7 @@ from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
 from stillroom.engine.reader_engine import ReaderAnswer, ReaderEngine, ReaderPrompt
 from stillroom.errors import UsageError
-from stillroom.models.bundled_models import full_name
+from stillroom.models.bundled_models import short_name
 from stillroom.models.checkpoint import read_json
 from stillroom.models.loader import torch_device
 from stillroom.models.reader import Passage, Reader, load_reader
@@ -170,7 +170,7 @@ def build_reader_backend(config: StillroomConfig, clock: Clock, folder: Path) ->
         batch_size=_BATCH_SIZE.get(device.type, _GPU_BATCH_SIZE),
         prepare=lambda: torch.set_num_threads(num_threads),  # torch keeps this setting per thread
     )
-    return ReaderBackend(engine, reader.count_tokens, full_name(runtime.model))
+    return ReaderBackend(engine, reader.count_tokens, short_name(runtime.model))
 
 
 def answerer(reader: Reader, threshold: float) -> Callable[[Sequence[ReaderPrompt]], list[ReaderAnswer]]:

@@ -47,6 +47,8 @@ class AnswerDetails(BaseModel):
     answered."""
     confidence: float | None = None
     """Probability that the sources answer the question; null unless a reader answered."""
+    warnings: list[str] = []
+    """What a reader of the answer must know, such as that the model cannot read documents."""
     timing: Timing
     reuse: ReuseReport
     speculation: SpeculationReport
@@ -62,6 +64,7 @@ class StreamDetails(BaseModel):
     sources: list[Source] | None = None
     highlight: tuple[int, int] | None = None
     confidence: float | None = None
+    warnings: list[str] | None = None
     timing: Timing | None = None
     reuse: ReuseReport | None = None
     speculation: SpeculationReport | None = None
