@@ -14,6 +14,8 @@ from stillroom.server.run import HttpServer
 if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom
 
+DETAILS = ("highlight", "confidence", "warnings", "timing", "reuse", "speculation", "citations")
+"""Fields of `stillroom` that report an answer."""
 QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 
 

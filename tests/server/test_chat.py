@@ -8,7 +8,7 @@ import pytest
 from stillroom.core.ids import public_id
 from stillroom.rag.answer import Citation, Support
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, until
-from tests.server.harness import QUESTION, events
+from tests.server.harness import DETAILS, QUESTION, events
 
 
 def test_answer_has_openais_fields_and_the_extension(client: httpx.Client, stillroom: FakeStillroom) -> None:
@@ -34,7 +34,7 @@ def test_answer_has_openais_fields_and_the_extension(client: httpx.Client, still
     }
     ours = body["stillroom"]
     assert body["id"] == f"chatcmpl-{ours['request_id']}"
-    assert set(ours) == {"request_id", "sources", "timing", "reuse", "speculation", "citations"}
+    assert set(ours) == {"request_id", "sources", *DETAILS}
     assert ours["sources"][0]["document"] == "docs/keys.md"
     assert ours["sources"][0]["position"] == 1
     assert ours["timing"]["ttft_seconds"] == 0.02
@@ -112,7 +112,7 @@ def test_stream_is_openai_chunks_with_sources_first_and_timing_last(client: http
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "How do I"
     assert last["choices"][0]["delta"] == {}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["length"]
-    assert set(last["stillroom"]) == {"request_id", "timing", "reuse", "speculation", "citations"}
+    assert set(last["stillroom"]) == {"request_id", *DETAILS}
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert not any("usage" in chunk for chunk in chunks)
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, until
-from tests.server.harness import events
+from tests.server.harness import DETAILS, events
 
 PROMPT = {"prompt": "keys are rotated twice"}
 
@@ -22,7 +22,7 @@ def test_prompt_is_continued_as_given(client: httpx.Client, stillroom: FakeStill
     assert body["choices"] == [{"index": 0, "text": "keys are", "logprobs": None, "finish_reason": "length"}]
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 40}
     assert body["id"] == f"cmpl-{body['stillroom']['request_id']}"
-    assert set(body["stillroom"]) == {"request_id", "sources", "timing", "reuse", "speculation", "citations"}
+    assert set(body["stillroom"]) == {"request_id", "sources", *DETAILS}
     assert stillroom.num_free_blocks == NUM_BLOCKS
 
 
