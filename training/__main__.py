@@ -61,7 +61,7 @@ def data(
 
 @app.command()
 def train(  # noqa: PLR0913  options of a command
-    recipe: Annotated[str, typer.Option(help="Recipe: early, smoke, 12m or 30m.")] = "30m",
+    recipe: Annotated[str, typer.Option(help="Recipe: smoke, 12m or 30m.")] = "30m",
     data: Data = Path("training/build/data"),
     out: Annotated[Path, typer.Option(help="Folder of the run; resumes from its checkpoint.")] = Path(
         "training/build/run"
@@ -124,7 +124,6 @@ def evaluate(
     data: Data = Path("training/build/data"),
     out: Annotated[Path, typer.Option(help="JSON report to write.")] = Path("training/build/evaluation.json"),
     limit: Annotated[int | None, typer.Option(help="Questions per set; default: all.")] = None,
-    reuse: Annotated[int, typer.Option(help="Questions per set that also run with KV reuse.")] = 60,
     device: str = "cpu",
 ) -> None:
     """Answer the held-out questions with Stillroom's engine, and print the tables of the model card."""
@@ -132,7 +131,7 @@ def evaluate(
     from training.evaluation.report import as_markdown, write_report
 
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    report = run(model, data, limit=limit, num_reused=reuse, device=device, say=say)
+    report = run(model, data, limit=limit, device=device, say=say)
     write_report(out, report)
     typer.echo(as_markdown(report))
 
@@ -163,46 +162,12 @@ def card(
 def bundle(
     name: Annotated[str, typer.Option(help="Name of the model's folder in the package.")],
     model: Annotated[Path, typer.Option(help="The exported folder with its card.")] = Path("training/build/model"),
-    default: Annotated[bool, typer.Option("--default", help="Make it the default model.")] = False,
 ) -> None:
     """Copy a finished model into the package."""
     from training.bundle import bundle as copied
-    from training.bundle import make_default
 
     typer.echo(str(copied(model, name)))
-    if default:
-        make_default(name)
     typer.echo("next: name the model in NOTICE and run make test", err=True)
-
-
-@app.command()
-def reckon(
-    recipe: Annotated[str, typer.Option(help="Recipe: early, smoke, 12m or 30m.")] = "30m",
-    tflops: Annotated[float | None, typer.Option(help="Achieved speed of the machine, in 10^12 FLOP/s.")] = None,
-) -> None:
-    """Print the operations and minutes that a recipe takes."""
-    from dataclasses import asdict
-
-    from training.reckoning import BF16_FLOPS, UTILISATION
-    from training.reckoning import reckon as reckoned
-
-    flops = BF16_FLOPS * UTILISATION if tflops is None else tflops * 1e12
-    typer.echo(json.dumps(asdict(reckoned(_recipe(recipe), flops=flops)), indent=1))
-
-
-@app.command()
-def marks(
-    recipe: Annotated[str, typer.Option(help="Recipe: early, smoke, 12m or 30m.")] = "early",
-    data: Data = Path("training/build/data"),
-    batches: Annotated[int, typer.Option(help="Training batches to count.")] = 500,
-) -> None:
-    """Print the unigram and bigram cross-entropies that a model must beat."""
-    from dataclasses import asdict
-
-    from training.marks import marks_of_recipe
-
-    found = marks_of_recipe(_recipe(recipe), data, batches)
-    typer.echo(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
 
 
 if __name__ == "__main__":

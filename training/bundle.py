@@ -1,4 +1,4 @@
-"""Copies a finished model into the package, and makes it the default model."""
+"""Copies a finished model into the package."""
 
 import re
 import shutil
@@ -18,7 +18,6 @@ REQUIRED = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-_LINE = re.compile(r'^DEFAULT = "[^"]*"$', re.MULTILINE)
 
 
 def bundle(model: Path, name: str, *, into: Path | None = None) -> Path:
@@ -44,21 +43,3 @@ def bundle(model: Path, name: str, *, into: Path | None = None) -> Path:
     with replaced(out) as new:  # `model` may be the replaced folder
         shutil.copytree(model, new, dirs_exist_ok=True)
     return out
-
-
-def make_default(name: str, module: Path | None = None) -> None:
-    """Rewrite the line of the source that names the default model.
-
-    Args:
-        module: source of `stillroom.models.bundled_models`; None: the imported module.
-
-    Raises:
-        ValueError: there is no such bundled model, or the source has no such line.
-    """
-    path = module or Path(bundled_models.__file__)
-    if not (path.parent / "bundled" / name / "config.json").is_file():
-        raise ValueError(f"{path.parent} has no bundled model {name!r}; bundle it first")
-    text, count = _LINE.subn(f'DEFAULT = "{name}"', path.read_text(encoding="utf-8"))
-    if count != 1:
-        raise ValueError(f"{path} has no line that names the default model")
-    path.write_text(text, encoding="utf-8")

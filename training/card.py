@@ -59,7 +59,7 @@ def _how_good(report: Mapping[str, Any] | None) -> str:
     if report is None:
         return "Not evaluated."
     return as_markdown(report) + (
-        "\nxquad: questions about held-out Wikipedia articles over their paragraph and the four held-out ones that "
+        "\nxquad: questions about Wikipedia articles over their paragraph and the four others that "
         "BM25 ranks next. Unanswerable: the same questions over five such paragraphs without the answer. microworld: "
         "generated worlds whose persons, companies, towns, ships and rivers do not occur in training "
         "(for names of two words, the pair; each word may occur in others). Intervals resample documents and worlds. "

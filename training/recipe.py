@@ -64,22 +64,10 @@ class Recipe:
         return asdict(self)
 
 
-TINY = Shape(hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=352)
 SMALL = Shape(hidden_size=256, num_layers=14, num_heads=4, num_kv_heads=2, intermediate_size=704)
 BUNDLED = Shape(hidden_size=384, num_layers=16, num_heads=6, num_kv_heads=3, intermediate_size=1056)
 
 RECIPES: dict[str, Recipe] = {
-    # the early loss on one CPU core: 2 M parameters, 4 M tokens, half an hour
-    "early": Recipe(
-        shape=TINY,
-        num_steps=1000,
-        num_rows=8,
-        row_tokens=512,
-        learning_rate=3e-3,
-        warmup_steps=50,
-        text_weight=(1.0, 0.5),
-        mixture=Mixture(max_chunks=2, max_questions=6, ramp=1.0),
-    ),
     # test of a GPU with the model of the long run, about a minute
     "smoke": Recipe(shape=BUNDLED, num_steps=60, num_rows=32, warmup_steps=10),
     "12m": Recipe(shape=SMALL, num_steps=3000, num_rows=64, learning_rate=3e-3),

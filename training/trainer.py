@@ -7,7 +7,6 @@ other state of a step.
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from training.data.rows import Batch, Batches, Renderer
 from training.losses import num_targets, part_of, score, summed_losses
 from training.model import Llama
 from training.recipe import Recipe, learning_rate, text_weight
+from training.signals import stopped_by_signals
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -117,7 +117,7 @@ class Trainer:
             self._log.write(self._first_line())
         begun = saved = options.clock()
         already = self._seconds
-        with _stopped_by_signals(self.stop):
+        with stopped_by_signals(self.stop):
             for batch in self._stream():
                 line = self._run_step(batch)
                 self._seconds = already + options.clock() - begun
@@ -248,25 +248,3 @@ def _optimiser(model: Llama, recipe: Recipe, device: torch.device) -> torch.opti
     others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
-
-
-@contextmanager
-def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on the first SIGINT or SIGTERM; a second signal has its usual effect."""
-    before: dict[signal.Signals, Any] = {}
-
-    def first(number: int, frame: Any) -> None:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-        stop()
-
-    for one in (signal.SIGINT, signal.SIGTERM):
-        try:
-            before[one] = signal.signal(one, first)
-        except ValueError:  # only the main thread can set handlers
-            break
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

@@ -76,7 +76,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def paragraph(rng: random.Random) -> str:
-    return " ".join(sentence(rng) for _ in range(4))
+    return " ".join(sentence(rng) for _ in range(3))
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -101,13 +101,28 @@ def write_beir(folder: Path, rng: random.Random, num_titles: int) -> None:
     (folder / "qrels.tsv").write_text("\n".join(qrels) + "\n", encoding="utf-8")
 
 
+def write_reading_qa(folder: Path, rng: random.Random, num_titles: int) -> None:
+    passages: list[dict[str, Any]] = []
+    questions: list[dict[str, Any]] = []
+    for source in ("squad", "tydiqa", "covid-qa"):
+        for title in range(num_titles):
+            name, year = f"{source}{title}", str(rng.randint(1000, 1400))
+            text = f"{paragraph(rng)} The abbey of {source} number {title} was finished in {year}."
+            passages.append({"_id": name, "source": source, "title": f"{source} {title}", "text": text})
+            asked = f"When was the abbey of {source} number {title} finished?"
+            answers = {"answers": [year], "answer_starts": [text.index(f"in {year}.") + 3]}
+            questions.append({"passage": name, "question": asked, **answers})
+    write_rows(folder / "passages.jsonl", passages)
+    write_rows(folder / "questions.jsonl", questions)
+
+
 @pytest.fixture(scope="session")
 def small_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a small shared folder in the layout that the sources are read from."""
     shared, rng = tmp_path_factory.mktemp("shared"), random.Random(5)
     data = shared / "data"
     write_beir(data / "xquad", rng, 12)
-    write_beir(data / "nq-gold", rng, 8)
+    write_reading_qa(data / "reading-qa", rng, 12)
     ctxs = [{"title": "", "text": paragraph(rng)} for _ in range(4)]
     (data / "musique-chunks").mkdir()
     (data / "musique-chunks/musique_s.json").write_text(json.dumps([{"ctxs": ctxs, "question": "?", "answers": ["x"]}]))

@@ -2,10 +2,11 @@
 
 from training.data.sources import SOURCES
 
-_LINKS = {
+LINKS = {
     "CC BY-SA 4.0": "https://creativecommons.org/licenses/by-sa/4.0/",
     "CC BY-SA 3.0": "https://creativecommons.org/licenses/by-sa/3.0/",
     "CC BY 4.0": "https://creativecommons.org/licenses/by/4.0/",
+    "Apache-2.0": "https://www.apache.org/licenses/LICENSE-2.0",
     "MIT": "https://opensource.org/license/mit",
     "public domain": "",
 }
@@ -23,7 +24,7 @@ def attribution() -> str:
         "|---|---|",
     ]
     for source in SOURCES:
-        link = _LINKS[source.licence]
+        link = LINKS[source.licence]
         lines.append(f"| {source.credit} | {f'[{source.licence}]({link})' if link else source.licence} |")
     lines += [
         "",

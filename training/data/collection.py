@@ -13,12 +13,16 @@ from training.data.split import Split
 from training.data.worlds import World, WorldQuestion
 
 SOURCE_WEIGHTS: Mapping[str, float] = {
-    "xquad": 0.15,
-    "nq-gold": 0.25,
-    "wikipedia-passages": 0.4,
+    "squad": 0.25,
+    "squadshifts-new-wiki": 0.08,
+    "tydiqa": 0.1,
+    "qed": 0.04,
+    "fairytaleqa": 0.05,
+    "covid-qa": 0.02,
+    "wikipedia-passages": 0.27,
     "musique": 0.02,
     "peps": 0.1,
-    "rust-book": 0.08,
+    "rust-book": 0.07,
 }
 """Probability of each source of a passage; encyclopaedic text has the largest share."""
 

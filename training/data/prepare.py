@@ -22,9 +22,9 @@ from training.data.attribution import attribution
 from training.data.cleaning import clean, passages, sentences
 from training.data.neighbours import neighbours
 from training.data.shards import MANIFEST, digest, write_shards
-from training.data.sources import EXCLUDED, SOURCES, XQUAD, RawDocument, Source
+from training.data.sources import EXCLUDED, SOURCES, XQUAD, RawDocument, read_beir
 from training.data.spans import occurs
-from training.data.split import Filter, Split, held_out, same_name, shingles
+from training.data.split import Filter, Split, same_name, shingles
 from training.data.tokens import save_tokenizer, train_tokenizer
 from training.data.wording import worded
 from training.data.worlds import World, make_worlds
@@ -33,6 +33,8 @@ from training.folders import replaced
 
 CONTEXT_TOKENS = 2048
 _NUM_NEAR = 8
+_MAX_ANSWER_CHARS = 160
+"""Of a question by a person; the model answers in at most 48 tokens."""
 _MIN_USES = 3
 """Minimum number of occurrences of a word of the language."""
 
@@ -40,8 +42,6 @@ _MIN_USES = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecipe:
     seed: int = 0
-    held_share: float = 0.5
-    """Share of the xquad documents that is held out."""
     vocab_size: int = 8192
     num_worlds: int = 60_000
     num_eval_worlds: int = 2000
@@ -90,7 +90,7 @@ def _write(shared: Path, out: Path, recipe: DataRecipe, say: Callable[[str], Non
     texts = [row.text for row in rows["train"]] + [" ".join(_texts(world)) for world in few]
     save_tokenizer(train_tokenizer(iter(texts), recipe.vocab_size), out / "tokenizer", CONTEXT_TOKENS)
     say("questions for evaluation")
-    counts["questions for evaluation"] = write_sets(shared, out / "eval", held, recipe.num_eval_questions, recipe.seed)
+    counts["questions for evaluation"] = write_sets(shared, out / "eval", recipe.num_eval_questions, recipe.seed)
     (out / "ATTRIBUTION.md").write_text(attribution(), encoding="utf-8")
     manifest = {
         "recipe": asdict(recipe),
@@ -112,18 +112,18 @@ def _read(
     data: Path, recipe: DataRecipe, say: Callable[[str], None]
 ) -> tuple[dict[Split, list[Row]], frozenset[str], dict[str, int]]:
     """Return the passages of both splits, the names of held-out documents, and counts of dropped passages by reason."""
-    whole = {source.name: list(source.read(data)) for source in SOURCES}
-    held = held_out((document.document for document in whole[XQUAD]), recipe.held_share, recipe.seed)
-    xquad = next(source for source in SOURCES if source.name == XQUAD)
-    kept = [row for document in whole[XQUAD] if document.document in held for row in _rows(xquad, document)]
+    documents = list(read_beir(data / XQUAD))
+    kept = [row for document in documents for row in _rows(XQUAD, document, is_whole=True)]
+    held = frozenset(document.document for document in documents)
     gate = Filter(
         titles=frozenset(same_name(name) for name in held),
         held=frozenset(shingle for row in kept for shingle in shingles(row.text)),
     )
     rows: dict[Split, list[Row]] = {"train": [], "eval": kept}
     for source in SOURCES:
-        documents = [one for one in whole[source.name] if source.name != XQUAD or one.document not in held]
-        found = [row for one in documents for row in _rows(source, one) if gate.admits(row.title, row.text)]
+        documents = list(source.read(data))
+        read = (row for one in documents for row in _rows(source.name, one, is_whole=source.is_whole))
+        found = [row for row in read if gate.admits(row.title, row.text)]
         if source.max_passages is not None and len(found) > source.max_passages:
             rng = random.Random(f"{recipe.seed}:{source.name}")
             found = [found[at] for at in sorted(rng.sample(range(len(found)), source.max_passages))]
@@ -132,17 +132,21 @@ def _read(
     return rows, held, gate.dropped
 
 
-def _rows(source: Source, document: RawDocument) -> Iterator[Row]:
+def _rows(source: str, document: RawDocument, *, is_whole: bool) -> Iterator[Row]:
     title = clean(document.title.replace("_", " "))
-    texts = list(map(clean, document.paragraphs)) if source.is_whole else list(passages(document.paragraphs))
+    texts = list(map(clean, document.paragraphs)) if is_whole else list(passages(document.paragraphs))
     for place, text in enumerate(texts):
-        row = Row(source.name, document.document, title, text)
+        row = Row(source, document.document, title, text)
         for question in document.questions:
             answers = [clean(answer) for answer in question.answers]
-            answer = next((one for one in answers if one and one in text and occurs(one, text)), None)
-            if question.paragraph == place and source.is_whole and answer is not None:
+            answer = next((one for one in answers if _can_be_asked(one, text)), None)
+            if question.paragraph == place and is_whole and answer is not None:
                 row.asked.append((clean(question.text), answer))
         yield row
+
+
+def _can_be_asked(answer: str, text: str) -> bool:
+    return 0 < len(answer) <= _MAX_ANSWER_CHARS and answer in text and occurs(answer, text)
 
 
 def _language(texts: Iterator[str]) -> frozenset[str]:

@@ -1,6 +1,6 @@
-"""Splits documents into training and evaluation, and drops training text that overlaps with held-out documents.
+"""Drops training text that overlaps with held-out documents, and splits names of generated worlds.
 
-A document is held out completely. Passages of any source that share runs of words with it are dropped.
+Passages of any source that have a held-out title or share runs of words with a held-out passage are dropped.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ _SEEN_SHARE = 0.5
 _WORD = re.compile(r"\w+")
 
 
-def held_out(documents: Iterable[str], share: float, seed: int) -> frozenset[str]:
-    """Return the held-out share of the documents by a hash of seed and name, independent of the other names."""
+def held_out(names: Iterable[str], share: float, seed: int) -> frozenset[str]:
+    """Return the held-out share of the names by a hash of seed and name, independent of the other names."""
     limit = share * 2**64
 
     def place(name: str) -> int:
         return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "big")
 
-    return frozenset(name for name in documents if place(name) < limit)
+    return frozenset(name for name in names if place(name) < limit)
 
 
 def shingles(text: str) -> frozenset[int]:

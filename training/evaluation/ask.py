@@ -1,4 +1,4 @@
-"""Answers the questions of a set greedily with Stillroom's engine, with and without KV reuse."""
+"""Answers the questions of a set greedily with Stillroom's engine."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillroom.answer_quality.answer_metrics import exact_match, word_f1
-from stillroom.answer_quality.arms import FULL, NONE, OURS, PREFIX, QualityArm, arm_name
-from stillroom.answer_quality.asking import QualityOptions, QuestionOutcome, ask_all, bench_runtime
 from stillroom.answer_quality.questions import ChunkQuestion, load_questions
 from stillroom.backends.local import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
@@ -16,14 +14,11 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.loader import LoadedModel, load_model
 from training.data.worlds import SILENT
 from training.export import MAX_ANSWER_TOKENS
 
 _AT_ONCE = 16
-REPAIRED = 0.15
-"""Share of placed tokens that is recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +92,3 @@ def _answers(engine: Engine, model: LoadedModel, questions: Sequence[ChunkQuesti
             if event.token_id is not None:
                 tokens[str(event.request_id)].append(event.token_id)
     return (model.tokenizer.decode(tokens[str(number)]).strip() for number in range(len(questions)))
-
-
-def ask_with_reuse(
-    checkpoint: str, path: Path, limit: int, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, list[QuestionOutcome]]:
-    """Answer questions with a full prefill, with exact KV, and with KV of another context with and without recompute.
-
-    As in `stillroom bench quality`, the KV of a chunk is computed behind a chunk of another question.
-    """
-    scope = QualityOptions(path, limit, bench_runtime(checkpoint), max_tokens=MAX_ANSWER_TOKENS)
-    arms = [
-        QualityArm(NONE, AnywhereOptions(0.0, "first")),
-        QualityArm(arm_name(OURS, REPAIRED), AnywhereOptions(REPAIRED, OURS)),
-    ]
-    outcomes = ask_all(scope, scope.load(), arms, on_progress=on_progress)
-    return {name: outcomes[name] for name in (FULL, PREFIX, NONE, arm_name(OURS, REPAIRED))}

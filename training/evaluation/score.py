@@ -1,18 +1,11 @@
-"""Scores answers: means with intervals, compared with targets.
-
-Questions about one document are correlated, so an interval resamples documents instead of questions (a cluster
-bootstrap, percentiles of 2,000).
-"""
+"""Scores answers: means with intervals, compared with targets."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from stillroom_bench.instrument.statistics import Interval
 from training.evaluation.ask import Asked
-
-_RESAMPLES = 2000
+from training.intervals import mean_by_group
 
 TARGETS = {
     "xquad exact match": 0.35,
@@ -37,17 +30,6 @@ class Figure:
     def is_reached(self) -> bool | None:
         """Whether the mean is at least the target; None without a target."""
         return None if self.target is None else self.interval.value >= self.target
-
-
-def mean_by_group(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Interval:
-    """Return the mean of all values with a 95 % interval over groups drawn with replacement."""
-    names, places = np.unique(np.asarray(groups), return_inverse=True)
-    sums = np.bincount(places, weights=np.asarray(values, dtype=float), minlength=len(names))
-    sizes = np.bincount(places, minlength=len(names))
-    drawn = np.random.default_rng(seed).integers(0, len(names), size=(_RESAMPLES, len(names)))
-    means = sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(float(sums.sum() / sizes.sum()), float(low), float(high))
 
 
 def figures(name: str, asked: Sequence[Asked]) -> list[Figure]:

@@ -1,14 +1,12 @@
 """Writes the question sets of the evaluation, in the format of `stillroom bench quality`.
 
-- xquad: held-out questions with their paragraph and the four held-out ones that BM25 ranks next.
+- xquad: its questions with their paragraph and the four others that BM25 ranks next.
 - unanswerable: the same questions with five such paragraphs, none of which contains the answer.
 - microworld: generated worlds whose persons, companies, towns, ships and rivers do not occur in training.
 """
 
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,21 +22,18 @@ SETS = ("xquad", "unanswerable", "microworld")
 _KINDS = ("single", "split", "twohop", "chain")
 
 
-def write_sets(shared: Path, out: Path, held: frozenset[str], num_worlds: int, seed: int) -> dict[str, int]:
+def write_sets(shared: Path, out: Path, num_worlds: int, seed: int) -> dict[str, int]:
     """Write one file per set; returns the number of questions of each.
 
     Args:
         shared: folder with the data and the generator of worlds.
-        held: titles of the held-out documents.
         num_worlds: questions of each kind over generated worlds.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        part = Path(scratch) / "held"
-        _copy_held(shared / "data" / XQUAD, part, held)
-        document_of = _documents(part)
-        gold = load_questions(part, num_chunks=NUM_CHUNKS, seed=seed)
-        more = load_questions(part, num_chunks=2 * NUM_CHUNKS, seed=seed)
+    dataset = shared / "data" / XQUAD
+    document_of = _documents(dataset)
+    gold = load_questions(dataset, num_chunks=NUM_CHUNKS, seed=seed)
+    more = load_questions(dataset, num_chunks=2 * NUM_CHUNKS, seed=seed)
     rows = {
         "xquad": (_row(one, one.answers, "xquad", document_of) for one in gold),
         "unanswerable": _without_answer(more, document_of),
@@ -51,19 +46,6 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)
-
-
-def _copy_held(dataset: Path, out: Path, held: frozenset[str]) -> None:
-    """Copy the data set with its held-out documents only, and their judgements."""
-    out.mkdir(parents=True)
-    lines = (dataset / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if json.loads(line)["title"] in held]
-    names = {json.loads(line)["_id"] for line in kept}
-    (out / "corpus.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
-    head, *judged = (dataset / "qrels.tsv").read_text(encoding="utf-8").splitlines()
-    judged = [line for line in judged if line.split("\t")[1] in names]
-    (out / "qrels.tsv").write_text("\n".join([head, *judged]) + "\n", encoding="utf-8")
-    shutil.copy(dataset / "queries.jsonl", out / "queries.jsonl")
 
 
 def _documents(dataset: Path) -> dict[str, str]:
