@@ -1,4 +1,7 @@
-"""`python -m training`: data, train, export, evaluate, card, bundle. Each command lists its options with --help."""
+"""`python -m training`: makes the bundled models. Each command lists its options with --help.
+
+`reader` has the commands of the bundled reader; the others make a generative model in English.
+"""
 
 import json
 import os
@@ -8,17 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from training.reader.commands import app as reader_app
+from training.reader.commands import needs_large_heap, restart_with_large_heap
+
 if TYPE_CHECKING:
     from training.recipe import Recipe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app.add_typer(reader_app, name="reader")
 
 Data = Annotated[Path, typer.Option("--data", help="The folder that `data` wrote.")]
 
 
 @app.callback()
 def main() -> None:
-    """Make the bundled model that answers in English."""
+    """Make the bundled models."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # worker processes make the batches
 
 
@@ -171,4 +178,6 @@ def bundle(
 
 
 if __name__ == "__main__":
+    if needs_large_heap(sys.argv[1:], os.environ):
+        restart_with_large_heap()
     run_command()

@@ -23,6 +23,8 @@ def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (["bundle", "--name", "x", "--model", "nowhere"], "lacks README.md"),
         (["data", "--shared", "nowhere"], "nowhere"),
         (["evaluate", "--model", "bundled:nothing", "--data", "nowhere"], "python -m training data"),
+        (["reader", "bundle", "--checkpoint", "nowhere/checkpoint.pt"], "python -m training reader train"),
+        (["reader", "evaluate", "--dtype", "int8"], "use bfloat16 or float32"),
     ],
 )
 def test_error_is_printed_in_one_line(

@@ -3,15 +3,19 @@
 A row is `[CLS] question [SEP] heading passage [SEP]`. A group is a question with one or two rows: its passage cut like
 a chunk, and a passage that a search also finds but that does not hold the answer. In some groups the passage with the
 answer is left out, so that the model learns to say that nothing answers. Step n is a function of seed and n.
+
+Questions about one title in 25 are never asked, and one technical passage in 8 is left out: `is_held_out`,
+`is_held_out_passage`.
 """
 
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +23,13 @@ from tokenizers import Tokenizer
 
 CLS, SEP = 101, 102
 MAX_QUESTION, MAX_HEADING = 48, 40
+_NEAR = 12
+"""Distance in the file, in passages, of wrong passages for technical questions."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n\s*\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """A tokenised passage."""
-
+class TokenisedPassage:
     ids: NDArray[np.int32]
     offsets: NDArray[np.int32]
     """Characters of each token, [tokens, 2]."""
@@ -40,7 +44,7 @@ class Question:
     ids: tuple[int, ...]
     passage: int
     spans: tuple[tuple[int, int], ...]
-    """First and last token of each answer in the passage."""
+    """First and last token of each answer in the passage; at least one."""
     negatives: tuple[int, ...]
     """Passages that a search finds for it and that do not hold the answer."""
     weight: float
@@ -59,11 +63,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ExampleSet:
-    passages: Sequence[Passage]
+    passages: Sequence[TokenisedPassage]
     questions: Sequence[Question]
 
-    def __post_init__(self) -> None:
-        assert all(question.spans for question in self.questions)
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
 
 
 def is_held_out(title: str) -> bool:
@@ -71,76 +79,109 @@ def is_held_out(title: str) -> bool:
     return blake2b(title.encode(), digest_size=4).digest()[0] % 25 == 7
 
 
+def is_held_out_passage(text: str) -> bool:
+    """Whether a technical passage is kept for choosing thresholds: one in 8, by its hash."""
+    return blake2b(text.encode(), digest_size=4).digest()[0] % 8 == 3
+
+
+def technical_files(folder: Path) -> list[Path]:
+    """Return the files of technical questions in a fixed order, which is part of the order of the data."""
+    return sorted(folder.glob("*.jsonl"))
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Read an embedder's tokenizer; it neither cuts nor pads."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 class Coder:
     """Tokenises questions and passages."""
 
     def __init__(self, tokenizer_file: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = read_tokenizer(tokenizer_file.parent)
 
     def ids(self, text: str, limit: int) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids[:limit])
 
-    def passage(self, text: str, heading: str) -> Passage:
+    def passage(self, text: str, heading: str) -> TokenisedPassage:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         starts = [match.end() for match in _SENTENCE_END.finditer(text)]
         cuts = sorted({0, len(encoding.ids), *(int(np.searchsorted(offsets[:, 0], start)) for start in starts)})
-        return Passage(np.array(encoding.ids, np.int32), offsets, tuple(cuts), self.ids(heading, MAX_HEADING), text)
+        return TokenisedPassage(
+            np.array(encoding.ids, np.int32), offsets, tuple(cuts), self.ids(heading, MAX_HEADING), text
+        )
 
 
-def span_of(passage: Passage, start: int, end: int) -> tuple[int, int] | None:
+def span_of(passage: TokenisedPassage, start: int, end: int) -> tuple[int, int] | None:
     """First and last token of the characters [start, end)."""
     first = int(np.searchsorted(passage.offsets[:, 1], start, side="right"))
     last = int(np.searchsorted(passage.offsets[:, 0], end)) - 1
     return (first, last) if first <= last < len(passage.ids) else None
 
 
-def read_people(folder: Path, coder: Coder, neighbours: NDArray[np.int32], skip: Sequence[str]) -> ExampleSet:
-    """Read reading-qa. `neighbours`: [questions, n], indexes of passages, -1 for none."""
-    rows = [json.loads(line) for line in (folder / "passages.jsonl").open(encoding="utf-8")]
+def read_people(
+    folder: Path, coder: Coder, neighbours: NDArray[np.int32], skip: Sequence[str], *, holds_out: bool = False
+) -> ExampleSet:
+    """Read reading-qa.
+
+    Args:
+        neighbours: [questions, n], indexes of passages, -1 for none.
+        skip: Sources whose questions are not asked. Their passages still serve as wrong passages.
+        holds_out: Leave out questions about held-out titles.
+    """
+    rows = list(read_rows(folder / "passages.jsonl"))
     passages = [coder.passage(row["text"], row["title"]) for row in rows]
     index = {row["_id"]: number for number, row in enumerate(rows)}
     questions = []
-    for number, line in enumerate((folder / "questions.jsonl").open(encoding="utf-8")):
-        asked = json.loads(line)
+    for number, asked in enumerate(read_rows(folder / "questions.jsonl")):
         own = index[asked["passage"]]
-        if rows[own]["source"] in skip:
+        if rows[own]["source"] in skip or (holds_out and is_held_out(rows[own]["title"])):
             continue
         ends = zip(asked["answers"], asked["answer_starts"], strict=True)
-        spans = {span_of(passages[own], start, start + len(answer)) for answer, start in ends} - {None}
+        found = [span_of(passages[own], start, start + len(answer)) for answer, start in ends]
+        spans = tuple(sorted({span for span in found if span is not None}))
         if spans:
-            found = tuple(int(one) for one in neighbours[number] if one >= 0)
-            questions.append(
-                Question(coder.ids(asked["question"], MAX_QUESTION), own, tuple(sorted(spans)), found, 1.0)  # type: ignore[arg-type]
-            )
+            near = tuple(int(one) for one in neighbours[number] if one >= 0)
+            questions.append(Question(coder.ids(asked["question"], MAX_QUESTION), own, spans, near, 1.0))
     return ExampleSet(passages, questions)
 
 
-def read_technical(files: Sequence[Path], coder: Coder, weight: float, first_passage: int) -> ExampleSet:
-    """Read technical questions. A negative is another passage of the same source without the answer."""
-    rows = [json.loads(line) for file in files for line in file.open(encoding="utf-8")]
+def read_technical(
+    files: Sequence[Path], coder: Coder, weight: float, first_passage: int, *, holds_out: bool = False
+) -> ExampleSet:
+    """Read technical questions. A wrong passage is one of the same source, near by in the file, without the answer.
+
+    Args:
+        holds_out: Leave out held-out passages, as questions and as wrong passages.
+
+    Raises:
+        ValueError: An answer is not in its passage.
+    """
+    rows = [row for file in files for row in read_rows(file)]
+    rows = [row for row in rows if not (holds_out and is_held_out_passage(row["text"]))]
     passages = [coder.passage(row["text"], row["title"]) for row in rows]
     questions = []
     for own, row in enumerate(rows):
-        others = [number for number, other in enumerate(rows) if other["source"] == row["source"] and number != own]
+        others = [n for n in range(max(0, own - _NEAR), min(len(rows), own + _NEAR + 1)) if n != own]
+        others = [n for n in others if rows[n]["source"] == row["source"]]
         for asked in row["questions"]:
-            start = asked.get("start", row["text"].find(asked["answer"]))
+            start = start_of(asked, row["text"])
             span = span_of(passages[own], start, start + len(asked["answer"]))
             if start < 0 or span is None:
                 raise ValueError(f"the answer of {asked['question']!r} is not in its passage")
-            near = [n for n in others if abs(n - own) <= 12 and asked["answer"].lower() not in rows[n]["text"].lower()]
-            questions.append(
-                Question(
-                    coder.ids(asked["question"], MAX_QUESTION),
-                    first_passage + own,
-                    (span,),
-                    tuple(first_passage + n for n in near),
-                    weight,
-                )
-            )
+            near = tuple(first_passage + n for n in others if asked["answer"].lower() not in rows[n]["text"].lower())
+            ids = coder.ids(asked["question"], MAX_QUESTION)
+            questions.append(Question(ids, first_passage + own, (span,), near, weight))
     return ExampleSet(passages, questions)
+
+
+def start_of(asked: Mapping[str, Any], text: str) -> int:
+    """Return the first character of a technical question's answer; -1 if it is not in the text."""
+    return int(asked.get("start", text.find(asked["answer"])))
 
 
 def joined(sets: Sequence[ExampleSet]) -> ExampleSet:
@@ -148,7 +189,21 @@ def joined(sets: Sequence[ExampleSet]) -> ExampleSet:
     return ExampleSet([p for one in sets for p in one.passages], [q for one in sets for q in one.questions])
 
 
-def _crop(passage: Passage, keep: tuple[int, int], limit: int, rng: random.Random) -> tuple[int, int]:
+def read_examples(
+    reading_qa: Path,
+    technical: Sequence[Path],
+    coder: Coder,
+    neighbours: NDArray[np.int32],
+    skip: Sequence[str],
+    technical_weight: float,
+) -> ExampleSet:
+    """Read all training data; nothing of it is held out."""
+    people = read_people(reading_qa, coder, neighbours, skip, holds_out=True)
+    own = read_technical(technical, coder, technical_weight, len(people.passages), holds_out=True)
+    return joined([people, own])
+
+
+def _crop(passage: TokenisedPassage, keep: tuple[int, int], limit: int, rng: random.Random) -> tuple[int, int]:
     """Tokens [first, last) of a run of sentences around `keep`, of about `limit` tokens, cut like a chunk."""
     cuts = passage.cuts
     low = max(cut for cut in cuts if cut <= keep[0])
@@ -172,7 +227,9 @@ def _crop(passage: Passage, keep: tuple[int, int], limit: int, rng: random.Rando
     return begin, end
 
 
-def _row(question: Question, passage: Passage, has_answer: bool, limit: int, group: int, rng: random.Random) -> Row:
+def _row(
+    question: Question, passage: TokenisedPassage, has_answer: bool, limit: int, group: int, rng: random.Random
+) -> Row:
     at = rng.choice(question.spans) if has_answer else (rng.randrange(len(passage.ids)),) * 2
     begin, end = _crop(passage, at, limit, rng)
     heading = passage.heading if rng.random() < 0.6 else ()
@@ -206,12 +263,18 @@ def groups_of(examples: ExampleSet, seed: int, epoch: int, max_tokens: int) -> I
 def steps(
     examples: ExampleSet, seed: int, first_step: int, groups_per_step: int, num_parts: int, max_tokens: int
 ) -> Iterator[list[list[list[Row]]]]:
-    """Yield, for each step from `first_step`, its micro-batches of groups; groups of similar length stay together."""
+    """Yield, for each step from `first_step`, its micro-batches of groups; groups of similar length stay together.
+
+    Raises:
+        ValueError: there are too few questions.
+    """
     window = groups_per_step * 32
     step, epoch = 0, 0
     while True:
         rng = random.Random(f"order/{seed}/{epoch}")
         groups = list(groups_of(examples, seed, epoch, max_tokens))
+        if len(groups) < window:
+            raise ValueError(f"{len(groups)} questions are too few: {groups_per_step} groups a step need {window}")
         for start in range(0, len(groups) - window + 1, window):
             ordered = sorted(groups[start : start + window], key=lambda rows: max(len(row.ids) for row in rows))
             size = groups_per_step // num_parts

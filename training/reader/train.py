@@ -3,25 +3,34 @@
 Loss: each of start and end is chosen by one softmax over all passage tokens of a question's rows and a "nothing" with
 logit 0 (shared normalisation: Clark and Gardner 2018, section 3.2, with an extra choice as in section 3.3), so that
 scores of different passages can be compared, and a score above 0 means that an answer is likely.
+
+Batches and dropout of step n are a function of the seed and n. With one thread, a resumed run gives the weights of an
+uninterrupted one; with several, sums are rounded in another order.
 """
 
 import copy
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from stillroom.models.reader_model import ReaderModel, ReaderSpec
 from training.reader.examples import SEP, ExampleSet, Row, steps
 
+CHECKPOINT = "checkpoint.pt"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    num_steps: int
+    """All options of the arithmetic and of the order of the data."""
+
+    num_steps: int = 2400
     decay_share: float = 0.5
     """The learning rate falls to 0 over this share of the steps, at the end."""
     learning_rate: float = 2.5e-4
@@ -31,8 +40,13 @@ class Recipe:
     weight_decay: float = 0.01
     dropout: float = 0.05
     seed: int = 0
+    skipped: tuple[str, ...] = ("fairytaleqa", "covid-qa")
+    """Sources of reading-qa without questions in training: their answers are long, or their language is special."""
+    technical_weight: float = 2.0
+    """How often a technical question is asked in an epoch; a question of reading-qa is asked once."""
 
     def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
         left = (self.num_steps - step) / max(1, self.num_steps * self.decay_share)
         return self.learning_rate * min(1.0, (step + 1) / self.warm_up, max(left, 0.0))
 
@@ -68,6 +82,12 @@ def from_encoder(state: dict[str, Tensor], spec: ReaderSpec, seed: int) -> Reade
             for name, place in places.items():
                 own[f"layers.{layer}.{name}.{kind}"].copy_(state[f"{source}{place}.{kind}"])
     return model
+
+
+def read_encoder(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of an embedder's folder, by the names that `from_encoder` expects."""
+    state: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    return {name.removeprefix("bert."): tensor for name, tensor in state.items()}
 
 
 def tensors_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,7 +129,12 @@ def group_loss(logits: Tensor, may_answer: Tensor, groups: Sequence[Sequence[Row
 
 
 class Trainer:
-    def __init__(self, model: ReaderModel, examples: ExampleSet, recipe: Recipe, out: Path) -> None:
+    """One run in one folder. Weights and optimiser are float32; a bfloat16 copy of the weights computes gradients."""
+
+    def __init__(
+        self, model: ReaderModel, examples: ExampleSet, recipe: Recipe, out: Path, num_threads: int = 2
+    ) -> None:
+        """Resume from the folder's checkpoint if it has one."""
         self.master, self.recipe, self.out = model, recipe, out
         model.words.weight.requires_grad = False
         self.low = copy.deepcopy(model).bfloat16()
@@ -122,54 +147,97 @@ class Trainer:
             fused=True,
         )
         self.examples, self.step = examples, 0
-        self.pool = ThreadPoolExecutor(2)
-        checkpoint = out / "checkpoint.pt"
+        self.pool = ThreadPoolExecutor(num_threads)
+        self.sums: dict[int, list[Tensor]] = {}
+        """Gradients by thread, float32."""
+        self._is_stopping = False
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoint = out / CHECKPOINT
         if checkpoint.exists():
-            kept = torch.load(checkpoint)
+            kept = torch.load(checkpoint, weights_only=True)
             self.step = kept["step"]
             self.master.load_state_dict(kept["model"])
             self.optimizer.load_state_dict(kept["optimizer"])
             self._lower()
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.recipe.num_steps
+
+    def stop(self) -> None:
+        """End `run` after the current step."""
+        self._is_stopping = True
 
     def _lower(self) -> None:
         with torch.no_grad():
             for low, high in zip(self.low.parameters(), self.master.parameters(), strict=True):
                 low.copy_(high)
 
-    def save(self, name: str = "checkpoint.pt") -> None:
+    def save(self, name: str = CHECKPOINT) -> None:
+        """Write a checkpoint atomically."""
         kept = {"step": self.step, "model": self.master.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(kept, self.out / "new.pt")
         (self.out / "new.pt").replace(self.out / name)
 
-    def _part(self, groups: list[list[Row]]) -> tuple[float, tuple[Tensor, ...]]:
+    def _part(self, groups: list[list[Row]]) -> float:
+        """Add the gradients of a micro-batch to those of its thread; returns the loss."""
         ids, parts, is_token, may_answer = tensors_of([row for group in groups for row in group])
         logits = self.low(ids, parts, is_token, self.recipe.dropout)
         loss = group_loss(logits, may_answer, groups)
-        return float(loss.detach()), torch.autograd.grad(loss, self.low_params)
+        grads = torch.autograd.grad(loss, self.low_params)
+        thread = threading.get_ident()
+        if thread not in self.sums:
+            self.sums[thread] = [torch.zeros_like(param) for param in self.params]
+        for one, grad in zip(self.sums[thread], grads, strict=True):
+            one.add_(grad)
+        return float(loss.detach())
 
-    def run(self, num_parts: int = 4) -> Iterable[dict[str, float]]:
+    def _take_gradients(self, scale: float) -> None:
+        first, *others = self.sums.values()
+        for number, param in enumerate(self.params):
+            for other in others:
+                first[number].add_(other[number])
+                other[number].zero_()
+            param.grad = first[number].mul_(scale)
+
+    def _run_step(self, batch: list[list[list[Row]]]) -> float:
+        """Update the weights; returns the mean loss of a group."""
+        torch.manual_seed(self.recipe.seed * 1_000_003 + self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.rate(self.step)
+        batch.sort(key=lambda part: -sum(len(row.ids) for group in part for row in group))  # the longest first
+        results = list(self.pool.map(self._part, batch))
+        scale = 1 / sum(len(part) for part in batch)
+        self._take_gradients(scale)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.optimizer.step()
+        self._lower()
+        for param in self.params:
+            assert param.grad is not None
+            param.grad.zero_()
+        self.step += 1
+        return sum(results) * scale
+
+    def run(
+        self, num_parts: int = 4, report_every: int = 50, clock: Callable[[], float] = time.monotonic
+    ) -> Iterable[dict[str, float]]:
+        """Train to the end or until `stop`; yields figures of every `report_every` steps.
+
+        Args:
+            num_parts: Micro-batches of a step.
+        """
         recipe = self.recipe
-        began, losses, rows = time.time(), [], 0
-        for batch in steps(self.examples, recipe.seed, self.step, recipe.groups_per_step, num_parts, recipe.max_tokens):
-            if self.step >= recipe.num_steps:
-                break
-            for group in self.optimizer.param_groups:
-                group["lr"] = recipe.rate(self.step)
-            results = list(self.pool.map(self._part, batch))
-            scale = 1 / sum(len(part) for part in batch)
-            for number, param in enumerate(self.params):
-                param.grad = torch.stack([grads[number].float() for _, grads in results]).sum(0).mul_(scale)
-            torch.nn.utils.clip_grad_norm_(self.params, 1.0)
-            self.optimizer.step()
-            self._lower()
-            self.step += 1
-            losses.append(sum(loss for loss, _ in results) * scale)
-            rows += sum(len(group) for part in batch for group in part)
-            if self.step % 50 == 0:
+        began, losses, num_rows = clock(), [], 0
+        batches = steps(self.examples, recipe.seed, self.step, recipe.groups_per_step, num_parts, recipe.max_tokens)
+        while not (self.is_done or self._is_stopping):
+            batch = next(batches)
+            losses.append(self._run_step(batch))
+            num_rows += sum(len(group) for part in batch for group in part)
+            if self.step % report_every == 0 or self.is_done:
                 yield {
                     "step": self.step,
                     "loss": sum(losses) / len(losses),
-                    "rows_per_s": rows / (time.time() - began),
+                    "rows_per_s": num_rows / max(clock() - began, 1e-9),
                     "lr": recipe.rate(self.step),
                 }
-                losses, began, rows = [], time.time(), 0
+                began, losses, num_rows = clock(), [], 0

@@ -1,0 +1,192 @@
+"""Writes the reader's model card and its attribution."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.data.attribution import LINKS
+from training.data.sources import PEOPLE
+from training.reader.examples import is_held_out, is_held_out_passage, read_rows, technical_files
+from training.reader.train import Recipe
+
+_HEAD = """---
+language: en
+pipeline_tag: question-answering
+license: cc-by-sa-4.0
+base_model: sentence-transformers/all-MiniLM-L6-v2
+---
+# Stillroom's bundled reader
+
+An extractive question-answering model of 22 million parameters for English. It reads a question and passages, and
+marks the words of a passage that answer it, or refuses. It writes no text of its own: an answer is a part of a
+passage. Scores of different passages can be compared. The architecture is that of
+[all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2) (BERT, 6 layers, hidden size 384,
+12 heads), with one linear head for the start and the end of an answer. Weights are bfloat16. The file lacks the
+word embeddings: they are those of all-MiniLM-L6-v2, unchanged, and Stillroom reads them from the installed package
+of its embedder.
+
+`config.json` has the sizes, the threshold below which Stillroom answers "The documents do not say.", and the
+SHA-256 of the word embeddings.
+"""
+
+_LIMITS = """English only. Passages longer than some 300 words are cut. An answer is one run of words of one
+passage: the reader does not count, compare, combine passages or answer yes or no. It marks the
+likeliest words even if a passage is wrong; the threshold catches a part of these cases, as the
+table above says. Questions about code, and passages that are mostly code or tables, are answered
+less well than prose."""
+
+_LICENCE = """The weights derive from all-MiniLM-L6-v2 (Apache-2.0) and are licensed under CC BY-SA 4.0, as a part of
+the training data is. [ATTRIBUTION.md](ATTRIBUTION.md) names all works with their licences."""
+
+_HELD_OUT = """No question of these sets was in training: xquad is held out completely, one title in 25 of
+reading-qa and one technical passage in 8 by a hash. One source, QED, is a part of Natural
+Questions: do not read figures on Natural Questions as those of unseen data."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    name: str
+    licence: str
+    num_passages: int
+    num_questions: int
+    num_held_out: int
+    """Questions that are kept for evaluation."""
+
+
+def count(reading_qa: Path, questions: Path) -> list[SourceCount]:
+    """Count passages and questions of the sources of reading-qa, and of the technical questions."""
+    passages = {row["_id"]: row for row in read_rows(reading_qa / "passages.jsonl")}
+    asked = [passages[row["passage"]] for row in read_rows(reading_qa / "questions.jsonl")]
+    found = []
+    for source in PEOPLE:
+        own = [row for row in asked if row["source"] == source.name]
+        num_held = sum(is_held_out(row["title"]) for row in own)
+        num_passages = sum(row["source"] == source.name for row in passages.values())
+        found.append(SourceCount(source.name, source.licence, num_passages, len(own), num_held))
+    rows = [row for file in technical_files(questions) for row in read_rows(file)]
+    held = sum(len(row["questions"]) for row in rows if is_held_out_passage(row["text"]))
+    total = sum(len(row["questions"]) for row in rows)
+    return [*found, SourceCount("technical questions", "see ATTRIBUTION.md", len(rows), total, held)]
+
+
+def read_report(path: Path) -> dict[str, Any] | None:
+    """Read a report; None if there is none."""
+    if not path.is_file():
+        return None
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def card(
+    counts: Sequence[SourceCount],
+    log: Sequence[Mapping[str, Any]],
+    evaluation: Mapping[str, Any] | None,
+    threshold: Mapping[str, Any] | None,
+) -> str:
+    """Return the card as Markdown.
+
+    Args:
+        log: log of the run.
+        evaluation: report of `evaluate`; None: the card says that there was none.
+        threshold: report of `threshold`; None: the same.
+    """
+    recipe: Mapping[str, Any] = next((line["recipe"] for line in log if "recipe" in line), {})
+    sections = {
+        "## Quality": "\n".join(_quality(evaluation)),
+        "## Refusals": "\n".join(_refusals(threshold)),
+        "## Training data": "\n".join(_data(counts, recipe.get("skipped", Recipe().skipped))),
+        "## Training": _run(recipe, log),
+        "## Limits": _LIMITS,
+        "## Licence": _LICENCE,
+    }
+    return _HEAD + "".join(f"\n{title}\n\n{text.strip()}\n" for title, text in sections.items())
+
+
+def _quality(report: Mapping[str, Any] | None) -> Iterator[str]:
+    if report is None:
+        yield "Not evaluated."
+        return
+    yield "Each question over the passage that answers it. Intervals resample titles."
+    yield ""
+    yield "| set | questions | titles | exact match | F1 | quoted sentence holds the answer |"
+    yield "|---|---|---|---|---|---|"
+    for row in report["sets"]:
+        cells = " | ".join(_interval(one) for one in row["figures"])
+        yield f"| {row['set']} | {row['questions']:,} | {row['titles']:,} | {cells} |"
+    yield ""
+    yield _HELD_OUT
+
+
+def _refusals(report: Mapping[str, Any] | None) -> Iterator[str]:
+    if report is None:
+        yield "No threshold was chosen."
+        return
+    yield (
+        f"The threshold is {report['threshold']}, chosen on these sets, which weigh the same. Each question is read "
+        f"over {report['passages']} passages: the one that answers it and those that a search finds, and then only the "
+        "latter."
+    )
+    yield ""
+    yield "| set | questions | answered | answered, and the quote holds the answer | refused without the passage |"
+    yield "|---|---|---|---|---|"
+    for row in report["sets"]:
+        if row["figures"]:
+            yield f"| {row['set']} | {row['questions']:,} | {' | '.join(_interval(one) for one in row['figures'])} |"
+
+
+def _interval(one: Mapping[str, Any]) -> str:
+    return f"{one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
+
+
+def _data(counts: Sequence[SourceCount], skipped: Sequence[str]) -> Iterator[str]:
+    yield "Questions that people wrote about passages, each with the exact answer."
+    yield ""
+    yield "| source | licence | passages | questions in training | held out |"
+    yield "|---|---|---|---|---|"
+    for one in counts:
+        trained = 0 if one.name in skipped else one.num_questions - one.num_held_out
+        yield f"| {one.name} | {one.licence} | {one.num_passages:,} | {trained:,} | {one.num_held_out:,} |"
+    yield ""
+    yield (
+        f"Passages of {' and '.join(skipped)} serve only as wrong passages. A wrong passage is one that a search finds "
+        "for a question and that does not hold the answer; in a part of the steps only it is shown, so that the model "
+        "learns to refuse."
+    )
+
+
+def _run(recipe: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str:
+    if not recipe:
+        return "The run has no log."
+    steps = max(int(line.get("step", 0)) for line in log)
+    losses = [line["loss"] for line in log if "loss" in line]
+    loss = f" The loss of the last steps was {losses[-1]:.2f} nats per question." if losses else ""
+    return (
+        f"{steps:,} steps of {recipe['groups_per_step']} questions with one or two passages of at most "
+        f"{recipe['max_tokens']} tokens, cut between sentences; all weights except the word embeddings. AdamW, "
+        f"learning rate {recipe['learning_rate']}, linear to 0 over the last {recipe['decay_share']:.0%} of the steps, "
+        f"dropout {recipe['dropout']}, seed {recipe['seed']}; technical questions {recipe['technical_weight']:g} times "
+        "in an epoch. Starts and ends are normalised over all passages of a question and the choice of no answer "
+        f"(shared normalisation, Clark and Gardner 2018).{loss}"
+    )
+
+
+def attribution(questions: Path) -> str:
+    """Return the attribution as Markdown: the model that the weights derive from, and the works of the data."""
+    text = (questions / "README.md").read_text(encoding="utf-8")
+    lines = [
+        "# Attribution",
+        "",
+        "The weights derive from all-MiniLM-L6-v2 by the sentence-transformers project (Apache-2.0), whose encoder is",
+        "MiniLM by Microsoft. They were trained on questions about passages of these works, cut into shorter ones.",
+        "",
+        "| work | licence |",
+        "|---|---|",
+        *(f"| {source.credit} | [{source.licence}]({LINKS[source.licence]}) |" for source in PEOPLE),
+        "",
+        "Technical questions were written for this project about excerpts of these works:",
+        "",
+        text[text.index("| source |") :].strip(),
+    ]
+    return "\n".join(lines) + "\n"
