@@ -6,6 +6,7 @@ default embedder, from which the reader was trained.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -126,10 +127,16 @@ def load_reader(folder: Path, embedder: Path, dtype: torch.dtype, device: torch.
     try:
         weights = load_file(folder / "model.safetensors")
         with safe_open(embedder / "model.safetensors", framework="pt") as tensors:
-            weights["words.weight"] = tensors.get_tensor("embeddings.word_embeddings.weight")
+            words = tensors.get_tensor("embeddings.word_embeddings.weight")
+        weights["words.weight"] = words
         model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(f"the reader in {folder} cannot be loaded ({error}); install the package again") from error
+    wanted = sizes.get("word_embeddings_sha256")
+    if wanted is not None and sha256(words.contiguous().numpy().reshape(-1).view(np.uint8)).hexdigest() != wanted:
+        raise ModelError(
+            f"the reader in {folder} was trained from another embedder than {embedder}; install both again"
+        )
     tokenizer = Tokenizer.from_file(str(embedder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

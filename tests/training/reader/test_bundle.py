@@ -1,6 +1,7 @@
 """Tests what follows training: bundle, threshold, evaluation, card."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from stillroom.errors import ModelError
 from stillroom.models.reader import Passage, Reader, Reading, load_reader
 from tests.training.reader.conftest import RECIPE, SPEC, passage
 from training.data.sources import PEOPLE
@@ -50,6 +53,15 @@ def test_bundle_reads_like_the_checkpoint(run: Path, bundled: Path, bert: Path) 
     weights = torch.load(run / CHECKPOINT, weights_only=True)["model"]
     sizes = [one.numel() for name, one in weights.items() if name != "words.weight"]
     assert 2 * sum(sizes) < (bundled / "model.safetensors").stat().st_size < 2 * sum(sizes) + 10_000
+
+
+def test_other_word_embeddings_are_refused(bundled: Path, bert: Path, tmp_path: Path) -> None:
+    shutil.copytree(bert, tmp_path / "other")
+    weights = read_encoder(bert)
+    weights["embeddings.word_embeddings.weight"] += 1
+    save_file(weights, tmp_path / "other/model.safetensors")
+    with pytest.raises(ModelError, match="was trained from another embedder"):
+        load_reader(bundled, tmp_path / "other", torch.float32)
 
 
 def test_threshold_is_written_to_the_config_only(bundled: Path, tmp_path: Path) -> None:
