@@ -1,7 +1,7 @@
 """Makes the pictures of the console in docs/figures: python docs/_site/screenshots.py
 
-Indexes this project's documentation, asks it in Chromium, and photographs the views. The pictures of reuse come from a
-second server with the bundled decoder, which keeps KV; the reader keeps none. Needs playwright and Chromium.
+Indexes the sample documents, asks them in Chromium, and photographs the views. The pictures of reuse come from a second
+server with the bundled decoder, which keeps KV; the reader keeps none. Needs playwright and Chromium.
 """
 
 import os
@@ -22,17 +22,15 @@ from stillroom.server.run import HttpServer
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures"
 MAX_BYTES = 150_000
-DOCUMENTS = ["serving.md", "http.md", "filters.md", "documents.md", "durability.md", "engines.md", "planning.md"]
-QUESTION = "What does the server do when a client disconnects?"
-EARLIER = ["What happens when the disk is full?", "How many requests may wait?"]
+QUESTION = "How much did tea cost in London in 1666?"
+EARLIER = ["What was the still-room used for?", "How long should an egg be boiled?"]
 
 
 @contextmanager
-def serving(folder: Path, files: list[Path], model: str = "bundled") -> Iterator[str]:
+def serving(folder: Path, files: Path, model: str = "bundled:reader") -> Iterator[str]:
     """Yield the address of a server on these files."""
     with Stillroom.open(folder, model=model) as stillroom:
-        for file in files:
-            stillroom.add(file)
+        stillroom.add(files)
         server = HttpServer("127.0.0.1", 0)
         ready = threading.Event()
         app = create_app(stillroom)
@@ -87,8 +85,8 @@ def photograph_reading(browser: Browser, url: str) -> None:
 
 
 def photograph_reuse(browser: Browser, url: str) -> None:
-    questions = (ROOT / "examples" / "demo_questions.txt").read_text(encoding="utf-8").split("\n")
-    for question in [one for one in questions if one][:6] * 2:
+    questions = (ROOT / "examples" / "gazetteer_questions.txt").read_text(encoding="utf-8").strip().split("\n")
+    for question in questions * 2:
         body = {"messages": [{"role": "user", "content": question}]}
         httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600).raise_for_status()
     with opened(browser, f"{url}/#requests") as page:
@@ -97,7 +95,7 @@ def photograph_reuse(browser: Browser, url: str) -> None:
     with opened(browser, f"{url}/#live", "dark", height=640) as page:
         page.wait_for_selector(".tile")
         page.click("nav >> text=Ask")
-        for question in [one for one in questions if one][:4]:
+        for question in questions:
             page.goto(f"{url}/#ask")
             ask(page, question)
         page.click("nav >> text=Live")
@@ -108,13 +106,11 @@ def photograph_reuse(browser: Browser, url: str) -> None:
 def main() -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox does not work as root
-    documentation = [ROOT / "docs" / name for name in DOCUMENTS]
-    gazetteer = [ROOT / "examples" / "gazetteer"]
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
-        with serving(Path(folder) / "reading", documentation) as url:
+        with serving(Path(folder) / "reading", ROOT / "examples" / "household") as url:
             photograph_reading(browser, url)
-        with serving(Path(folder) / "reuse", gazetteer, "bundled:microworld") as url:
+        with serving(Path(folder) / "reuse", ROOT / "examples" / "gazetteer", "bundled:microworld") as url:
             photograph_reuse(browser, url)
         browser.close()
 
