@@ -58,18 +58,10 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
     Args:
         earlier: sources of earlier questions, by chunk id.
     """
-    when = datetime.datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     timing, reuse = trace["timing"], trace["reuse"]
-    line(f"{name}  {when}  {trace['model']}")
-    if trace["question"]:
-        line(f"Question: {trace['question']}")
-    line(f"Answer: {json.dumps(trace['text'], ensure_ascii=False)} ({trace['finish_reason']})")
-    if citations := trace.get("citations"):
-        line(f"Citations: {', '.join(map(_describe_citation, citations))}")
+    _show_answer(name, at, trace)
     line()
     line(f"Prompt: {count(reuse['num_prompt_tokens'], 'token')}, {reuse['num_cached_tokens']:,} of them from kept KV")
-    if (confidence := trace.get("confidence")) is not None:
-        line(f"Confidence: {confidence:.2f}")
     by_chunk = {source["chunk_id"]: source for source in trace["sources"]}
     for source in [] if reuse["segments"] else trace["sources"]:  # the engine does not report segments
         line(f"  {_describe(source)}")
@@ -96,6 +88,18 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"
     )
+
+
+def _show_answer(name: str, at: float, trace: dict[str, Any]) -> None:
+    when = datetime.datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    line(f"{name}  {when}  {trace['model']}")
+    if trace["question"]:
+        line(f"Question: {trace['question']}")
+    line(f"Answer: {json.dumps(trace['text'], ensure_ascii=False)} ({trace['finish_reason']})")
+    if citations := trace.get("citations"):
+        line(f"Citations: {', '.join(map(_describe_citation, citations))}")
+    if (confidence := trace.get("confidence")) is not None:
+        line(f"Confidence: {confidence:.2f}")
 
 
 def _describe_citation(citation: dict[str, Any]) -> str:
