@@ -4,6 +4,7 @@ Indexes the sample documents, asks them in Chromium, and photographs the views. 
 server with the bundled decoder, which keeps KV; the reader keeps none. Needs playwright and Chromium.
 """
 
+import io
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from stillroom.rag.stillroom import Stillroom
@@ -63,7 +65,8 @@ def save(page: Page, name: str) -> None:
     page.evaluate("document.activeElement.blur()")
     page.wait_for_timeout(300)
     path = FIGURES / f"console-{name}.png"
-    page.screenshot(path=path)
+    picture = Image.open(io.BytesIO(page.screenshot()))
+    picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
     if path.stat().st_size > MAX_BYTES:
         raise SystemExit(f"{path.name} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}")
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
