@@ -25,13 +25,13 @@ def test_the_best_reading_is_quoted_with_the_number_of_its_source() -> None:
     answer = choose(texts, readings, threshold=0.0)
     assert answer.text == "Cusco lies at 3,400 m. [2]"
     assert answer.highlight is not None and answer.text[slice(*answer.highlight)] == "3,400 m"
-    assert answer.confidence == pytest.approx(0.8808, abs=1e-4)
+    assert answer.confidence == pytest.approx(0.7311, abs=1e-4)
 
 
 def test_a_score_below_the_threshold_is_no_answer() -> None:
     answer = choose(["Lima lies in Peru."], [Reading((0, 4), (0, 18), -1.0)], threshold=-0.5)
     assert (answer.text, answer.highlight) == (NO_ANSWER, None)
-    assert answer.confidence == pytest.approx(0.2689, abs=1e-4)
+    assert answer.confidence == pytest.approx(0.4378, abs=1e-4)
 
 
 def test_chunks_without_words_are_no_answer() -> None:
@@ -47,7 +47,7 @@ def test_of_equal_scores_the_earlier_chunk_answers_and_a_rank_weight_prefers_it(
     assert choose(texts, later_is_better, 0.0).text.endswith("[2]")
     weighted = choose(texts, later_is_better, 0.0, rank_weight=0.5)
     assert weighted.text.endswith("[1]")
-    assert weighted.confidence == pytest.approx(0.7311, abs=1e-4), "the weight changes the choice only"
+    assert weighted.confidence == pytest.approx(0.6225, abs=1e-4), "the weight changes the choice only"
 
 
 def test_line_breaks_in_a_sentence_become_blanks() -> None:

@@ -324,7 +324,8 @@ class Answer:
     """Characters of `text` that the reader marks as the answer; None from other models, and if the documents do not
     say."""
     confidence: float | None = None
-    """Probability that the sources answer the question, by the reader; None from other models."""
+    """How sure the reader is that the sources answer the question, from 0 to 1: 0.5 at its threshold. Not a calibrated
+    probability. None from other models."""
     warnings: tuple[str, ...] = ()
     """What a reader of the answer must know, such as that the model cannot read documents."""
 

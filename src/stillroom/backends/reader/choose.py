@@ -18,6 +18,9 @@ _MIN_WORDS = 3
 _MAX_AROUND, _MAX_LIST = 300, 400
 """Most characters of the lines around a fragment, and of the list or code after a colon."""
 
+_SHARPNESS = 2.0
+"""A score adds the log odds of start and end, which rise together."""
+
 _BREAK_IN_SENTENCE = re.compile(r"[ \t]*[\r\n]\s*")
 _MARKER = re.compile(r"[ \t]*(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]+)+")
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
@@ -42,7 +45,7 @@ def choose(
     rank = -max(found)[1]
     best = readings[rank]
     assert best is not None
-    confidence = _sigmoid(best.score)
+    confidence = _sigmoid((best.score - threshold) / _SHARPNESS)
     if best.score < threshold:
         return ReaderAnswer(NO_ANSWER, None, confidence)
     text, highlight = quote(texts[rank], best.span, best.sentence)
