@@ -96,7 +96,7 @@ def test_unsupported_sentences_are_marked_in_words(page: "Page", url: str) -> No
     ask(page, url)
 
     assert page.inner_text("#answer") == (
-        "\U0001f511 Thirty of them are enough. [1] The rest is kept. partly supported[2] "
+        "\U0001f511 Thirty of them are enough.\u00a0[1] The rest is kept. partly supported[2] "
         "Cheese is made of keys. not supported by the documents"
     )
     forms = page.locator("#answer .sentence").evaluate_all(

@@ -92,7 +92,7 @@ def test_recent_question_can_be_asked_again_and_live_figures_change(page: "Page"
     page.goto(real_url)
     page.click(f"#earlier-list >> text={QUESTION}")
     page.wait_for_selector("#account summary")
-    assert page.inner_text("#answer") == ANSWER
+    assert page.inner_text("#answer").startswith(ANSWER)
 
     page.click("nav >> text=Live")
     page.wait_for_selector(".tile")

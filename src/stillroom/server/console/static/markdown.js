@@ -135,6 +135,7 @@ function spans(from, to, whole) {
     const node = marker && marks.marker(Number(marker), start);
     if (marker && !node) continue;
     nodes.push(...runs(at, start, whole)); // before the span, whose marks come later
+    if (node && typeof nodes.at(-1) === "string") nodes.push(nodes.pop().replace(/ $/, "\u00a0")); // no line begins with [1]
     nodes.push(node ?? span(found, start, whole));
     at = start + found[0].length;
   }
