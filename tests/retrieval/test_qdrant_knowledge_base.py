@@ -172,7 +172,7 @@ def test_commands_work_with_a_collection(run: Run, tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("STILLROOM_INDEX__KIND")  # the manifest knows
     found = run("search", "Tunstead", "--kb", kb, "-k", 1, "--json").json
     assert found["results"][0]["document"] == str(docs / "people.md")
-    assert run("ask", QUESTION, "--kb", kb, "--json").json["text"] == ANSWER
+    assert run("ask", QUESTION, "--kb", kb, "--model", "bundled:microworld", "--json").json["text"] == ANSWER
     monkeypatch.setenv("STILLROOM_QDRANT__URL", "http://127.0.0.1:9")
     away = run("search", "Tunstead", "--kb", kb)
     assert away.code == 1 and "cannot be used" in away.err and len(away.err.splitlines()) == 1

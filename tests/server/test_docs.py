@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stillroom.models import bundled_models
 from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
@@ -52,6 +53,7 @@ def test_conversation_examples_over_http_and_in_python(
         ("And how often?", 1, "Answer in one sentence."),
     ]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bundled_models, "DEFAULT", "microworld")  # the reader keeps no KV
     with Stillroom.open("kb") as kb:
         kb.add(write_knowledge(tmp_path / "docs"))
     exec(compile(in_python, str(CONVERSATIONS), "exec"), scope)

@@ -42,7 +42,7 @@ _MAX_CANDIDATES = 10
 
 def show(
     document: Annotated[
-        str, typer.Argument(metavar="DOC[:LINES|:pPAGES]", help="Document, with lines (120-140) or pages (p3).")
+        str, typer.Argument(metavar="DOC[:PLACE]", help="Document, with lines (120-140) or pages (p3).")
     ],
     kb: KbOption = DEFAULT_KB,
     context: Annotated[

@@ -72,7 +72,7 @@ def _output(process: "subprocess.Popen[bytes]", timeout_s: float, stop: Cancella
     while True:
         stop.check()
         try:
-            output, _ = process.communicate(timeout=_CHECK_SECONDS)
+            output, _ = process.communicate(timeout=max(0.0, min(_CHECK_SECONDS, end - time.monotonic())))
         except subprocess.TimeoutExpired:
             if time.monotonic() > end:
                 raise DocumentError(
