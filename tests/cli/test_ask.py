@@ -41,6 +41,13 @@ def _citation(source: int, support: Support, quote: str, span: tuple[int, int]) 
     return Citation(source, document, "c1", heading, *lines, 0, 0, quote, 0, len(quote), *span, False, support)
 
 
+def test_a_quote_that_is_the_whole_answer_is_printed_once(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+    fake.citations = (_citation(1, Support.SUPPORTED, "How do I\nrotate keys?", (0, 21)),)
+    assert run("ask", QUESTION).out.startswith(
+        "How do I rotate keys?\n\nCitations:\n  [1] docs/keys.md:3  Keys > Rotation\n\nSources:\n"
+    )
+
+
 def test_citations_are_printed_with_place_quote_and_mark(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.citations = (
         _citation(1, Support.SUPPORTED, "How Do\nI see keys.", (0, 3)),

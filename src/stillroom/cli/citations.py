@@ -21,7 +21,7 @@ def show_sources(answer: "Answer") -> None:
 
 
 def show_citations(answer: "Answer") -> None:
-    """Print the number, place and quote of each citation.
+    """Print the number, place and quote of each citation; no quote that is the whole answer, which stands above.
 
     The sentence itself is printed with its number where the quote does not hold it: if there are several sentences, or
     if its source supports it only partly or not at all.
@@ -37,11 +37,13 @@ def show_citations(answer: "Answer") -> None:
         is_copy = sentence.rstrip(".").lower() in _on_one_line(citation.quote).lower()
         key = (citation.source, citation.quote_start, citation.quote_end, "" if is_copy else sentence)
         if key not in shown:
-            _show(citation, "" if is_copy or not (has_several or _MARKS.get(citation.support)) else sentence)
+            is_whole = not has_several and _on_one_line(citation.quote) == sentence
+            is_told = is_copy or not (has_several or _MARKS.get(citation.support))
+            _show(citation, "" if is_told else sentence, "" if is_whole else _on_one_line(citation.quote))
         shown.add(key)
 
 
-def _show(citation: "Citation", sentence: str) -> None:
+def _show(citation: "Citation", sentence: str, quote: str) -> None:
     mark = _MARKS.get(citation.support, "")
     if citation.source:
         write(f"  [{citation.source}] ")
@@ -50,8 +52,7 @@ def _show(citation: "Citation", sentence: str) -> None:
         line(f"  [-] {mark}")
     if sentence:
         line(f"      sentence: {sentence}" + (f" [{citation.source}]" if citation.source else ""))
-    if citation.quote:
-        quote = _on_one_line(citation.quote)
+    if quote:
         line(f"      {f'source: {quote}' if sentence else quote}")
 
 
