@@ -71,11 +71,11 @@ def prepare(
     dtype: Dtype = "bfloat16",
 ) -> None:
     """Search wrong passages for every question with the embedder."""
-    from stillroom.models.reader_model import ReaderSpec
     from training.reader import neighbours
     from training.reader.examples import technical_files
+    from training.reader.train import SPEC
 
-    embed = neighbours.embedder(_embedder(), ReaderSpec(), _dtype(dtype, 1), _say, threads)
+    embed = neighbours.embedder(_embedder(), SPEC, _dtype(dtype, 1), _say, threads)
     for line in neighbours.prepare(shared / READING_QA, technical_files(questions), out, embed):
         _say(line)
 
@@ -100,10 +100,9 @@ def train(  # noqa: PLR0913  options of a command
     """
     import torch
 
-    from stillroom.models.reader_model import ReaderSpec
     from training.reader import examples
     from training.reader.neighbours import PEOPLE, read_neighbours
-    from training.reader.train import Recipe, Trainer, from_encoder, read_encoder
+    from training.reader.train import SPEC, Recipe, Trainer, from_encoder, read_encoder
 
     torch.set_num_threads(1)  # each thread computes a micro-batch of its own
     options = {"num_steps": steps, "technical_weight": technical_weight, "seed": seed}
@@ -113,7 +112,7 @@ def train(  # noqa: PLR0913  options of a command
     files = examples.technical_files(questions)
     coder = examples.Coder(_embedder() / "tokenizer.json")
     found = examples.read_examples(folder, files, coder, neighbours, recipe.skipped, recipe.technical_weight)
-    model = from_encoder(read_encoder(_embedder()), ReaderSpec(), seed)
+    model = from_encoder(read_encoder(_embedder()), SPEC, seed)
     trainer = Trainer(model, found, recipe, out, threads)
     run_training(trainer, minutes)
     raise typer.Exit(0 if trainer.is_done else 3)
@@ -156,10 +155,10 @@ def bundle(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = BUNDLE,
 ) -> None:
     """Write the weights in bfloat16 without word embeddings, and their config; the threshold becomes 0."""
-    from stillroom.models.reader_model import ReaderSpec
     from training.reader.bundle import bundle as write
+    from training.reader.train import SPEC
 
-    folder = write(checkpoint, _embedder(), out, ReaderSpec())
+    folder = write(checkpoint, _embedder(), out, SPEC)
     _say({"folder": str(folder), "bytes": (folder / "model.safetensors").stat().st_size})
 
 
@@ -207,14 +206,13 @@ def evaluate(  # noqa: PLR0913  options of a command
     """Answer held-out questions over their passage: exact match, F1, quoted sentence, scores of right and wrong."""
     import random
 
-    from stillroom.models.reader_model import ReaderSpec
     from training.reader import held_out
     from training.reader.evaluate import evaluate as evaluated
     from training.reader.evaluate import open_reader
     from training.reader.examples import technical_files
-    from training.reader.train import Recipe
+    from training.reader.train import SPEC, Recipe
 
-    reader = open_reader(model, _embedder(), ReaderSpec(), _dtype(dtype, threads))
+    reader = open_reader(model, _embedder(), SPEC, _dtype(dtype, threads))
     sets = {
         "xquad": held_out.xquad(shared / XQUAD),
         "reading-qa, held-out titles": held_out.people(shared / READING_QA, prepared, Recipe().skipped),

@@ -1,8 +1,9 @@
 """Fine-tunes the embedder's encoder as a reader: float32 weights, bfloat16 products, one thread per micro-batch.
 
-Loss: each of start and end is chosen by one softmax over all passage tokens of a question's rows and a "nothing" with
-logit 0 (shared normalisation: Clark and Gardner 2018, section 3.2, with an extra choice as in section 3.3), so that
-scores of different passages can be compared, and a score above 0 means that an answer is likely.
+Loss: start, end and the answer as a whole are each chosen by one softmax over all passage tokens (runs of tokens) of a
+question's rows and a "nothing" with logit 0 (shared normalisation: Clark and Gardner 2018, section 3.2, with an extra
+choice as in section 3.3), so that scores of different passages can be compared, and a score above 0 means that an
+answer is likely.
 
 Batches and dropout of step n are a function of the seed and n. With one thread, a resumed run gives the weights of an
 uninterrupted one; with several, sums are rounded in another order.
@@ -20,10 +21,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stillroom.models.reader_model import ReaderModel, ReaderSpec
+from stillroom.models.reader import MAX_ANSWER_TOKENS
+from stillroom.models.reader_model import ReaderModel, ReaderSpec, span_scores
 from training.reader.examples import SEP, ExampleSet, Row, steps
 
 CHECKPOINT = "checkpoint.pt"
+
+SPEC = ReaderSpec(pair_size=64)
+"""Of the bundled reader."""
+
+_NEVER = -1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +114,18 @@ def tensors_of(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return ids, parts, is_token, may_answer
 
 
-def group_loss(logits: Tensor, may_answer: Tensor, groups: Sequence[Sequence[Row]]) -> Tensor:
-    """Sum over the groups of minus the log probability of all their answers' starts, and ends.
+def group_loss(outputs: Tensor, may_answer: Tensor, groups: Sequence[Sequence[Row]]) -> Tensor:
+    """Sum over the groups of minus the log probability of all their answers' starts, of their ends, and of the answers
+    (the compound objective of Fajcik and others, 2021, section 3).
 
     Args:
-        logits: [rows, tokens, 2], float32.
+        outputs: of the model, [rows, tokens, 2 + 2 * pair_size], float32.
     """
-    logits = logits.masked_fill(~may_answer[:, :, None], -1e9)
+    logits = outputs[:, :, :2].masked_fill(~may_answer[:, :, None], _NEVER)
     total, row = logits.new_zeros(()), 0
     for group in groups:
         part = logits[row : row + len(group)]
+        total = total + _span_loss(outputs[row : row + len(group)], may_answer[row : row + len(group)], group)
         nothing = part.new_zeros(1, 2)
         everything = torch.logsumexp(torch.cat([part.reshape(-1, 2), nothing]), dim=0)
         total = total + everything.sum()
@@ -126,6 +135,26 @@ def group_loss(logits: Tensor, may_answer: Tensor, groups: Sequence[Sequence[Row
             total = total - torch.logsumexp(torch.stack([part[number, place, side] for number, place in places]), 0)
         row += len(group)
     return total
+
+
+def _span_loss(outputs: Tensor, may_answer: Tensor, group: Sequence[Row]) -> Tensor:
+    """Minus the log probability of a group's answers among all runs of at most `MAX_ANSWER_TOKENS` tokens; 0 if all its
+    answers are longer."""
+    golds = [(number, span) for number, row in enumerate(group) for span in row.spans]
+    short = sorted({(number, *span) for number, span in golds if span[1] - span[0] < MAX_ANSWER_TOKENS})
+    if golds and not short:
+        return outputs.new_zeros(())
+    size = outputs.shape[1]
+    is_run = torch.ones(size, size, dtype=torch.bool).triu().tril(MAX_ANSWER_TOKENS - 1)
+    scores = [
+        span_scores(one).masked_fill(~(is_run & may[:, None] & may[None, :]), _NEVER)
+        for one, may in zip(outputs, may_answer, strict=True)
+    ]
+    nothing = outputs.new_zeros(1)
+    everything = torch.logsumexp(torch.cat([*(one.reshape(-1) for one in scores), nothing]), 0)
+    if not short:
+        return everything
+    return everything - torch.logsumexp(torch.stack([scores[row][first, last] for row, first, last in short]), 0)
 
 
 class Trainer:

@@ -19,14 +19,14 @@ from tokenizers import Tokenizer
 from stillroom.core.sentences import Span, sentence_at, sentences
 from stillroom.errors import ModelError
 from stillroom.models.checkpoint import read_json
-from stillroom.models.reader_model import ReaderModel, ReaderSpec
+from stillroom.models.reader_model import ReaderModel, ReaderSpec, span_scores
 
 _CLS, _SEP = 101, 102
 _MAX_QUESTION, _MAX_HEADING, _MAX_ROW = 64, 48, 384
 _TOKEN_BLOCK = 32
 _MAX_ROWS = 32
 """Rows computed at a time, which bounds the memory of activations."""
-_MAX_ANSWER_TOKENS = 40
+MAX_ANSWER_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +163,16 @@ class _Row:
     offsets: NDArray[np.int64]
 
 
-def best_reading(text: str, offsets: NDArray[np.int64], logits: NDArray[np.float32]) -> Reading:
+def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.float32]) -> Reading:
     """Choose the sentence with the highest sum of its answers' probabilities, and its best answer.
 
     Args:
         offsets: [tokens, 2], characters of each token in the text.
-        logits: [tokens, 2], start and end.
+        outputs: of the model, [tokens, 2 + 2 * pair_size].
     """
     num_tokens = len(offsets)
-    scores = logits[:, 0, None] + logits[None, :, 1]
-    allowed = np.triu(np.ones((num_tokens, num_tokens), bool)) & ~np.triu(
-        np.ones_like(scores, bool), _MAX_ANSWER_TOKENS
-    )
+    scores = span_scores(outputs)
+    allowed = np.triu(np.ones((num_tokens, num_tokens), bool)) & ~np.triu(np.ones_like(scores, bool), MAX_ANSWER_TOKENS)
     spans = sentences(text)
     starts = np.array([start for start, _ in spans])
     owner = np.searchsorted(starts, offsets[:, 0], side="right") - 1

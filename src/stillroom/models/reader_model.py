@@ -1,12 +1,16 @@
 """The encoder of the bundled reader: scores each token of a passage as start and end of the answer to a question.
 
-The architecture is BERT's (all-MiniLM-L6-v2, post-norm, learned positions), with one linear head of two outputs.
+The architecture is BERT's (all-MiniLM-L6-v2, post-norm, learned positions), with one
+linear head for the start and the end of the answer.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 _EPSILON = 1e-12
@@ -23,6 +27,25 @@ class ReaderSpec:
     num_heads: int = 12
     inner_size: int = 1_536
     max_positions: int = 512
+    pair_size: int = 0
+    """Size of the vectors whose product joins the start and the end of an answer; 0: they are scored alone."""
+
+
+T = TypeVar("T", Tensor, NDArray[np.float32])
+
+
+def span_scores(outputs: T) -> T:
+    """Return the score of each answer, [tokens, tokens] by first and last token: the logits of its start and its end,
+    and the product of their vectors if the model has them.
+
+    Args:
+        outputs: of `ReaderModel` for one row, [tokens, 2 + 2 * pair_size].
+    """
+    scores = outputs[:, None, 0] + outputs[None, :, 1]
+    size = (outputs.shape[1] - 2) // 2
+    if size:
+        scores = scores + outputs[:, 2 : 2 + size] @ outputs[:, 2 + size :].T * size**-0.5
+    return scores
 
 
 class _Layer(nn.Module):
@@ -59,10 +82,10 @@ class ReaderModel(nn.Module):
         self.parts = nn.Embedding(2, spec.hidden_size)
         self.norm = nn.LayerNorm(spec.hidden_size, eps=_EPSILON)
         self.layers = nn.ModuleList(_Layer(spec) for _ in range(spec.num_layers))
-        self.head = nn.Linear(spec.hidden_size, 2)
+        self.head = nn.Linear(spec.hidden_size, 2 + 2 * spec.pair_size)
 
     def forward(self, token_ids: Tensor, parts: Tensor, is_token: Tensor, dropout: float = 0.0) -> Tensor:
-        """Return float32 logits [rows, tokens, 2]: start and end of the answer.
+        """Return float32 [rows, tokens, 2 + 2 * pair_size]: logits of start and end, and the vectors of `span_scores`.
 
         Args:
             token_ids: [rows, tokens], int64.
@@ -77,5 +100,5 @@ class ReaderModel(nn.Module):
         bias = bias.masked_fill(~is_token, torch.finfo(hidden.dtype).min)[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, bias, dropout)
-        logits: Tensor = self.head(hidden).float()
-        return logits
+        outputs: Tensor = self.head(hidden).float()
+        return outputs

@@ -19,7 +19,9 @@ from training.reader.examples import Coder, ExampleSet, read_examples, technical
 from training.reader.neighbours import PEOPLE, prepare
 from training.reader.train import Recipe
 
-SPEC = ReaderSpec(vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, inner_size=64, max_positions=256)
+SPEC = ReaderSpec(
+    vocab_size=512, hidden_size=32, num_layers=2, num_heads=4, inner_size=64, max_positions=256, pair_size=8
+)
 RECIPE = Recipe(
     num_steps=6, warm_up=2, groups_per_step=4, max_tokens=80, learning_rate=5e-3, skipped=("covid-qa",), seed=3
 )

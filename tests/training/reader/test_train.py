@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stillroom.models.reader import MAX_ANSWER_TOKENS
 from tests.training.reader.conftest import RECIPE, SPEC
 from training.checkpoint import read_log
 from training.reader.commands import needs_large_heap, run_training
@@ -45,12 +46,29 @@ def slow_loss(logits: torch.Tensor, may_answer: torch.Tensor, groups: list[list[
             gold = {(number, span[side]) for number, row in enumerate(group) for span in row.spans}
             chosen = sum(weights[one] for one in gold) if gold else 1.0
             total -= math.log(chosen / (1 + sum(weights.values())))
+        spans = {
+            (number, first, last): math.exp(slow_span_score(logits[at + number], first, last))
+            for number in range(len(group))
+            for first in range(logits.shape[1])
+            for last in range(first, min(first + MAX_ANSWER_TOKENS, logits.shape[1]))
+            if may_answer[at + number, first] and may_answer[at + number, last]
+        }
+        wanted = {(number, *span) for number, row in enumerate(group) for span in row.spans}
+        total -= math.log((sum(spans[one] for one in wanted) if wanted else 1.0) / (1 + sum(spans.values())))
         at += len(group)
     return total
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_loss_is_that_of_its_definition(seed: int) -> None:
+def slow_span_score(outputs: torch.Tensor, first: int, last: int) -> float:
+    size = (outputs.shape[1] - 2) // 2
+    score = float(outputs[first, 0] + outputs[last, 1])
+    for place in range(size):
+        score += float(outputs[first, 2 + place] * outputs[last, 2 + size + place]) / math.sqrt(size)
+    return score
+
+
+@pytest.mark.parametrize(("seed", "pair_size"), [(0, 0), (1, 0), (2, 3), (3, 3), (4, 4)])
+def test_loss_is_that_of_its_definition(seed: int, pair_size: int) -> None:
     rng = random.Random(seed)
     groups = []
     for number in range(4):
@@ -60,7 +78,7 @@ def test_loss_is_that_of_its_definition(seed: int) -> None:
             rows[0] = replace(rows[0], spans=tuple((start, rng.randint(start, 10)) for start in starts))
         groups.append(rows)
     count = sum(map(len, groups))
-    logits = torch.randn(count, 12, 2, generator=torch.Generator().manual_seed(seed))
+    logits = torch.randn(count, 12, 2 + 2 * pair_size, generator=torch.Generator().manual_seed(seed))
     may_answer = torch.zeros(count, 12, dtype=torch.bool)
     may_answer[:, 3:11] = True
     assert float(group_loss(logits, may_answer, groups)) == pytest.approx(
