@@ -10,14 +10,19 @@ from collections.abc import Iterator
 
 Span = tuple[int, int]
 
+_PARAGRAPH_END = re.compile(r"\n[ \t]*\n\s*")
 _BREAK = re.compile(
-    r"\n[ \t]*\n\s*"  # a blank line
     # a list item, heading or table row
-    r"|\n(?=[ \t]*(?:[-*+\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)]|#{1,6}|[|>]|```|~~~)(?:[ \t]|$))"
+    r"\n(?=[ \t]*(?:[-*+\u2022]|\d{1,3}[.)]|[a-z][.)]|#{1,6}|[|>]|```|~~~)(?:[ \t]|$))"
+    r"|(?:(?<=[.:;,])|(?<= or)|(?<= and))\n(?=[ \t]*\((?:\d{1,3}|[a-z])\)[ \t])"  # (a), behind the end of another item
     r"|\n(?=[^\n]* \| )"  # a table row without marks at its ends
-    r"|\n(?= {4,}\S|\t)"  # indented code
     r"|\n(?=[=~^-]{4,}\s*(?:\n|$))"  # an underline
 )
+_BREAK_IN_CODE = re.compile(rf"{_BREAK.pattern}|\n(?= {{4,}}\S|\t)")
+_WORD = re.compile(r"[\"'(\u201c\u2018]*[A-Za-z]+(?:[-'\u2019][A-Za-z]+)*[.,;:!?)\"'\u201d\u2019]*$")
+_CODE_LINE_END = re.compile(r"[;{}\\=(]$")
+_WORDS_PER_LINE, _SHARE_OF_WORDS = 4, 0.7
+"""Fewest words of a line of prose, on average, and of all its parts between blanks."""
 _CODE_BLOCK = re.compile(r"^[ \t]*(```|~~~).*?(?:^[ \t]*\1|\Z)", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(r"[^\n]+")
 _END = re.compile(r"[.!?]+[\"')\]\u201d\u2019*_`]*(?=\s)|[\u3002\uff01\uff1f]+")
@@ -62,10 +67,29 @@ def _blocks(text: str) -> Iterator[Span]:
 
 
 def _prose_blocks(text: str, start: int, end: int) -> Iterator[Span]:
-    for match in _BREAK.finditer(text, start, end):
+    for match in _PARAGRAPH_END.finditer(text, start, end):
+        yield from _lines_that_belong_together(text, start, match.start())
+        start = match.end()
+    yield from _lines_that_belong_together(text, start, end)
+
+
+def _lines_that_belong_together(text: str, start: int, end: int) -> Iterator[Span]:
+    """Cut a paragraph at list items and the like, and at indented lines unless they are prose (man pages)."""
+    pattern = _BREAK if _is_prose(text[start:end]) else _BREAK_IN_CODE
+    for match in pattern.finditer(text, start, end):
         yield start, match.start()
         start = match.end()
     yield start, end
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Whether the lines of a paragraph read on: full of plain words, and none ends like a line of code."""
+    *lines, last = (line.split() for line in paragraph.strip().split("\n"))
+    parts = [part for line in lines for part in line]
+    if any(_CODE_LINE_END.search(line[-1]) for line in (*lines, last) if line):
+        return False
+    num_words = sum(_WORD.match(part) is not None for part in parts)
+    return num_words >= max(_WORDS_PER_LINE * len(lines), _SHARE_OF_WORDS * len(parts))
 
 
 def _split(text: str, start: int, end: int) -> Iterator[Span]:

@@ -163,8 +163,13 @@ class _Row:
     offsets: NDArray[np.int64]
 
 
+def _is_question(text: str, sentence: Span) -> bool:
+    return text[slice(*sentence)].rstrip("\"')]*_").endswith("?")
+
+
 def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.float32]) -> Reading:
-    """Choose the sentence with the highest sum of its answers' probabilities, and its best answer.
+    """Choose the sentence with the highest sum of its answers' probabilities, and its best answer. A question is chosen
+    only if there is nothing else: pages of questions and answers repeat what is asked.
 
     Args:
         offsets: [tokens, 2], characters of each token in the text.
@@ -180,7 +185,8 @@ def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.floa
     scores = np.where(allowed, scores, -np.inf)
     inside = np.where(same, scores, -np.inf)
     best_span, best_sum = (0, 0), -np.inf
-    for sentence in np.unique(owner):
+    owners = np.unique(owner)
+    for sentence in [one for one in owners if not _is_question(text, spans[one])] or owners:
         chosen = np.flatnonzero(owner == sentence)
         part = inside[chosen[0] : chosen[-1] + 1, chosen[0] : chosen[-1] + 1]
         total = float(np.logaddexp.reduce(part, axis=None))
