@@ -165,6 +165,12 @@ def test_dash_reads_questions_from_stdin(run: Run, opened: Opened, monkeypatch: 
     assert [json.loads(line)["question"] for line in lines] == ["first one", "second one", "last one"]
 
 
+def test_stdin_without_a_question_is_an_error(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n  \n"))
+    result = run("ask", "-")
+    assert (result.code, result.err) == (2, "error: stdin has no question; write one per line\n")
+
+
 def test_single_question_from_stdin_is_still_one_line(
     run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:

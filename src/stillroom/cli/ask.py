@@ -189,7 +189,12 @@ def _read_schema(path: Path) -> dict[str, Any]:
 def _each(questions: list[str]) -> Iterator[str]:
     for question in questions:
         if question == STDIN:
-            yield from (text.strip() for text in sys.stdin if text.strip())
+            is_empty = True
+            for text in filter(None, map(str.strip, sys.stdin)):
+                is_empty = False
+                yield text
+            if is_empty:
+                raise UsageError("stdin has no question; write one per line")
         else:
             yield question
 
