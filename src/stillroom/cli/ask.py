@@ -187,16 +187,14 @@ def _read_schema(path: Path) -> dict[str, Any]:
 
 
 def _each(questions: list[str]) -> Iterator[str]:
+    """Raises UsageError: there is no question, because stdin is empty."""
+    is_empty = True
     for question in questions:
-        if question == STDIN:
-            is_empty = True
-            for text in filter(None, map(str.strip, sys.stdin)):
-                is_empty = False
-                yield text
-            if is_empty:
-                raise UsageError("stdin has no question; write one per line")
-        else:
-            yield question
+        for text in filter(None, map(str.strip, sys.stdin)) if question == STDIN else [question]:
+            is_empty = False
+            yield text
+    if is_empty:
+        raise UsageError("stdin has no question; write one per line")
 
 
 def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _Style) -> None:
