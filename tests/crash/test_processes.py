@@ -47,14 +47,16 @@ def test_readers_see_whole_documents_during_writes(
     edited, gone, same = (word(6, 1), word(6, 2)), word(4, 1), word(1, 1)
     for reader in readers:
         reader.start("watch", kb=str(kb), kind=kind, queries=[same, *edited, gone], until=str(done))
-    for version, target in ((2, "old"), (1, "records"), (2, "")):
-        write_docs(docs, version)
-        check_done(crash.worker.run("add", docs=str(docs), **write))
-        states.append(oracle.documents(kb))
-        if target:
-            check_done(crash.worker.run("remove", target=str(docs / target), **write))
+    try:
+        for version, target in ((2, "old"), (1, "records"), (2, "")):
+            write_docs(docs, version)
+            check_done(crash.worker.run("add", docs=str(docs), **write))
             states.append(oracle.documents(kb))
-    done.touch()
+            if target:
+                check_done(crash.worker.run("remove", target=str(docs / target), **write))
+                states.append(oracle.documents(kb))
+    finally:
+        done.touch()  # ends the readers
     texts = {(name, row[2]) for state in states for name, (*_, chunks) in state.items() for row in chunks}
     final = {(name, row[2]) for name, (*_, chunks) in states[-1].items() for row in chunks}
     for reader in readers:

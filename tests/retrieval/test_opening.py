@@ -14,7 +14,8 @@ import pytest
 from filelock import FileLock
 
 from stillroom.config.settings import ChunkerConfig, EmbedderConfig, IndexConfig, StillroomConfig
-from stillroom.core.clock import VirtualClock
+from stillroom.core.clock import SystemClock, VirtualClock
+from stillroom.core.folder_lock import FolderLock
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
     IncompatibleKnowledgeBaseError,
@@ -24,6 +25,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.folder import REPAIR, WriteLock
 from tests.retrieval.conftest import MODES, MakeFile, OpenKb, Spy, first_name, names
 
 
@@ -176,6 +178,32 @@ def test_second_writer_is_refused(open_kb: OpenKb, three: Path) -> None:
 
     writer.add([three], progress=write_too)
     assert refused and other.add([three]).num_unchanged == 3
+
+
+def test_writer_waits_for_a_repair(open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, kb, added = threading.Event(), open_kb(), []
+
+    class Noticed(FolderLock):
+        def __init__(self, path: Path, timeout_s: float = 0.0) -> None:
+            super().__init__(path, timeout_s)
+            if timeout_s:
+                waits.set()
+
+    monkeypatch.setattr("stillroom.retrieval.store.folder.FolderLock", Noticed)
+    writer = threading.Thread(target=lambda: added.append(kb.add([three]).num_added))
+    other = WriteLock(kb.path, SystemClock())
+    with other.held(REPAIR):
+        with (
+            pytest.raises(KnowledgeBaseBusyError, match="repair, since"),
+            WriteLock(kb.path, SystemClock()).held(REPAIR),
+        ):
+            pass  # another repair does not wait
+        assert not waits.is_set()
+        writer.start()
+        assert waits.wait(60)
+        assert not added
+    writer.join()
+    assert added == [3]
 
 
 def test_thread_with_reserved_lock_may_add_and_remove(open_kb: OpenKb, three: Path) -> None:

@@ -21,7 +21,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.background import Background
 from stillroom.retrieval.index.indexes import Indexes
-from stillroom.retrieval.store.folder import WriteLock
+from stillroom.retrieval.store.folder import REPAIR, WriteLock
 from stillroom.retrieval.tiers.hot_lists import Spawn
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Repairs:
     def _repair(self) -> None:
         try:
             if self._indexes.needs_write():
-                with self._lock.held("repair"):
+                with self._lock.held(REPAIR):
                     self._indexes.write()
         except KnowledgeBaseBusyError:
             pass

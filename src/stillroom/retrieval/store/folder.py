@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
@@ -43,6 +44,9 @@ _UNLOCKED_LEFTOVERS = (".list_heat.npz.*.tmp", ".scratch-*", f"{UPLOADS}/{INCOMI
 _MAX_AGE_S = 3600.0
 
 _OPENING_TIMEOUT_S = 10.0
+
+REPAIR = "repair"
+"""Action that makes files from the corpus. No user asked for it, so other writers wait for its end."""
 
 
 def check_is_empty(path: Path) -> None:
@@ -113,7 +117,7 @@ class WriteLock:
 
         Args:
             action: Shown to other processes that are refused meanwhile.
-            timeout_s: Time to wait for another holder.
+            timeout_s: Time to wait for another holder; at least 10 s for a repair, unless this is one.
 
         Raises:
             KnowledgeBaseBusyError: Another process or thread holds the lock; the message names it.
@@ -128,9 +132,8 @@ class WriteLock:
                 self._reserved_by = threading.get_ident()
             return
         self._check()  # otherwise this could lock another folder
-        lock = FolderLock(self._folder / _LOCK, timeout_s)
         try:
-            lock.acquire()
+            lock = self._acquired(action, timeout_s)
         except Timeout as error:
             raise KnowledgeBaseBusyError(
                 f"another process is writing to {self._folder}{self._holder()}; wait until it has finished, then retry"
@@ -149,6 +152,17 @@ class WriteLock:
                 with contextlib.suppress(OSError):
                     (self._folder / _WRITER).unlink(missing_ok=True)
             lock.release()
+
+    def _acquired(self, action: str, timeout_s: float) -> FolderLock:
+        lock = FolderLock(self._folder / _LOCK, timeout_s)
+        try:
+            lock.acquire()
+        except Timeout:
+            if action == REPAIR or self._holder_note().get("what") != REPAIR:
+                raise
+            lock = FolderLock(self._folder / _LOCK, _OPENING_TIMEOUT_S)
+            lock.acquire()
+        return lock
 
     @contextlib.contextmanager
     def reserved(self, action: str) -> Iterator[None]:
@@ -178,12 +192,20 @@ class WriteLock:
 
     def _holder(self) -> str:
         """Return `: process 42 on alba (add, since 14:03:10)`, or "" if unknown."""
+        found = self._holder_note()
         try:
-            found = json.loads((self._folder / _WRITER).read_text(encoding="utf-8"))
             since = time.strftime("%H:%M:%S", time.localtime(float(found["since"])))
             return f": process {int(found['pid'])} on {found['host']} ({found['what']}, since {since})"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return ""
+
+    def _holder_note(self) -> dict[str, Any]:
+        """Return what the holder wrote; empty if it cannot be read."""
+        try:
+            found = json.loads((self._folder / _WRITER).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 def _is_own(name: str) -> bool:
