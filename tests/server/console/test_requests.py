@@ -59,7 +59,7 @@ def test_unknown_requests_are_404(any_client: httpx.Client, path: str, status: i
 @pytest.mark.browser
 def test_timeline_and_prompt_parts_are_shown(page: "Page", real_url: str) -> None:
     page.goto(f"{real_url}/#requests")
-    page.click("#requests tbody tr:first-child a")
+    page.click("#requests .rows tbody tr:first-child a")
     page.wait_for_selector("#request .legend")
 
     names = page.locator("#request .legend dt").all_inner_texts()

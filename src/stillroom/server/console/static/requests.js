@@ -19,7 +19,9 @@ export async function showRequests() {
   }
   const longest = Math.max(...found.map((one) => one.timing.total_seconds));
   const columns = ["When", "Question", "Phases", "First token", "Total", "Kept"];
+  const map = await reuseMap(found); // before the list is shown, so that nothing moves under the pointer
   place.replaceChildren(
+    ...(map ? [map] : []),
     el(
       "table",
       { class: "rows wide" },
@@ -28,8 +30,6 @@ export async function showRequests() {
       el("tbody", {}, ...found.map((one) => row(one, longest))),
     ),
   );
-  const map = await reuseMap(found);
-  if (map) place.prepend(map);
 }
 
 function row(one, longest) {
