@@ -15,8 +15,8 @@ from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineError
 from stillroom.rag.accounting import Account
 from stillroom.rag.answer import AskOptions
+from stillroom.rag.answer_collector import AnswerCollector, AnswerStart
 from stillroom.rag.stillroom import Stillroom
-from stillroom.rag.stream import AnswerCollector, AnswerStart
 from stillroom.telemetry.metrics import Metrics
 from tests.server.fakes import until
 from tests.server.knowledge import QUESTION, write_knowledge

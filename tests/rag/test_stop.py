@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.rag.stream import StopMatcher
+from stillroom.rag.stop_matcher import StopMatcher
 
 TEXT = st.text("ab\u00e4", max_size=12)
 

@@ -11,7 +11,8 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason
 from stillroom.engine.events import TokenEvent
 from stillroom.rag.answer import Answer, Citation, Support, Timing
-from stillroom.rag.stream import AnswerCollector, AnswerStart, AnswerStream, AsyncAnswerStream, Cite
+from stillroom.rag.answer_collector import AnswerCollector, AnswerStart, Cite
+from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
 NAME = RequestId("req-1")
 CITATION = Citation(0, "", "", "", 0, 0, 0, 0, "", 0, 0, 0, 3, False, Support.UNSUPPORTED)

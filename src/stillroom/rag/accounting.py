@@ -11,7 +11,7 @@ from stillroom.core.request import FinishReason
 from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import DeadlineExceededError, EngineClosedError, QueueFullError, UsageError
 from stillroom.rag.answer import Answer
-from stillroom.rag.stream import AnswerCollector, AnswerProgress
+from stillroom.rag.answer_collector import AnswerCollector, AnswerProgress
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.spans import current_span
 

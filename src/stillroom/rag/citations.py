@@ -87,12 +87,10 @@ def _claim(statement: Statement, read: Mapping[int, SourceText], asked: Terms) -
     terms = terms_of(statement.text)
     named = {number: read[number] for number in statement.numbers if number in read}
     groups = [{number: source} for number, source in named.items()] if statement.numbers else [read]
-    quotes = (best_quote(statement.text, terms, group, asked) for group in groups)
-    return _Claim(
-        statement,
-        tuple(quote for quote in quotes if quote is not None),
-        is_limited(terms, list((named or read).values())),
-    )
+    quotes = [best_quote(statement.text, terms, group, asked) for group in groups]
+    found = tuple(quote for quote in quotes if quote is not None)
+    is_copied = all(quote.is_verbatim for quote in found)
+    return _Claim(statement, found, not is_copied and is_limited(terms, list((named or read).values())))
 
 
 def _vectors(claims: Sequence[_Claim], read: Mapping[int, SourceText], embed: Embed) -> dict[str, Vector]:

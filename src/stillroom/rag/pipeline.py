@@ -30,6 +30,7 @@ from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageE
 from stillroom.models.bundled_models import model_warnings
 from stillroom.rag.accounting import Account, add_phase_spans, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
+from stillroom.rag.answer_collector import AnswerCollector, AnswerStart, Cite
 from stillroom.rag.citations import cite
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.question import (
@@ -42,7 +43,7 @@ from stillroom.rag.question import (
     stop_strings,
 )
 from stillroom.rag.speculation import Attempt, Speculator
-from stillroom.rag.stream import AnswerCollector, AnswerStart, AnswerStream, AsyncAnswerStream, Cite
+from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
@@ -110,6 +111,7 @@ class Pipeline:
         self._metrics = metrics
         self._traces = traces
         self._clock = clock
+        self._warnings = model_warnings(backend.name)
         traces.trim()  # `trace.keep` may be lower than in the last session
 
     def streams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AnswerStream]:
@@ -287,7 +289,7 @@ class Pipeline:
                 sources=sources,
                 num_prompt_tokens=attempt.prepared.num_tokens,
                 speculation=report,
-                warnings=model_warnings(self._backend.name),
+                warnings=self._warnings,
             )
             return AnswerCollector(
                 started,

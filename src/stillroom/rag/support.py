@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,18 +65,24 @@ class SourceText:
 
     def __init__(self, text: str, heading: str) -> None:
         self.text = text
+        self.heading = heading
         self.spans = sentences(text)
-        around, own = terms_of(heading), [terms_of(text[slice(*span)]) for span in self.spans]
-        found = list(zip(self.spans, own, strict=True))
+
+    @cached_property
+    def quotes(self) -> list[Quote]:
+        """Its sentences, and pairs of neighbours."""
+        around = terms_of(self.heading)
+        found = [(span, terms_of(self.part(span))) for span in self.spans]
         found += [
             ((first[0][0], second[0][1]), first[1].joined(second[1]))
             for first, second in zip(found, found[1:], strict=False)
         ]
-        self.quotes = [Quote(span, terms.joined(around), terms.is_negated) for span, terms in found]
-        self.terms = around
+        return [Quote(span, terms.joined(around), terms.is_negated) for span, terms in found]
+
+    @cached_property
+    def terms(self) -> Terms:
         """All its terms, and those of the heading."""
-        for terms in own:
-            self.terms = self.terms.joined(terms)
+        return reduce(Terms.joined, (quote.terms for quote in self.quotes), terms_of(self.heading))
 
     def part(self, span: Span) -> str:
         return self.text[slice(*span)]
@@ -137,10 +144,8 @@ def best_quote(text: str, terms: Terms, sources: Mapping[int, SourceText], asked
 
 def is_limited(terms: Terms, sources: Sequence[SourceText]) -> bool:
     """Return whether a sentence has a number or a code name that no source holds."""
-    held = NO_TERMS
-    for source in sources:
-        held = held.joined(source.terms)
-    return not (terms.numbers | terms.codes) <= held.words
+    wanted = terms.numbers | terms.codes
+    return not wanted <= set().union(*(source.terms.words for source in sources)) if wanted else False
 
 
 def verbatim(sentence: str, source: str) -> list[Span]:
