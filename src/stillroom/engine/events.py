@@ -45,7 +45,7 @@ class TokenEvent:
     highlight: tuple[int, int] | None = None
     """Characters of the whole answer that answer the question; from the reader, the same on every event."""
     confidence: float | None = None
-    """Probability that the documents answer the question; from the reader, the same on every event."""
+    """How sure the reader is that the documents answer the question, in [0, 1]; the same on every event."""
 
 
 Listener = Callable[[TokenEvent], None]

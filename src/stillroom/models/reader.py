@@ -175,24 +175,18 @@ def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.floa
         offsets: [tokens, 2], characters of each token in the text.
         outputs: of the model, [tokens, 2 + 2 * pair_size].
     """
-    num_tokens = len(offsets)
-    scores = span_scores(outputs)
-    allowed = np.triu(np.ones((num_tokens, num_tokens), bool)) & ~np.triu(np.ones_like(scores, bool), MAX_ANSWER_TOKENS)
     spans = sentences(text)
-    starts = np.array([start for start, _ in spans])
-    owner = np.searchsorted(starts, offsets[:, 0], side="right") - 1
-    same = owner[:, None] == owner[None, :]
-    scores = np.where(allowed, scores, -np.inf)
-    inside = np.where(same, scores, -np.inf)
+    owner = np.searchsorted([start for start, _ in spans], offsets[:, 0], side="right") - 1
     best_span, best_sum = (0, 0), -np.inf
     owners = np.unique(owner)
     for sentence in [one for one in owners if not _is_question(text, spans[one])] or owners:
-        chosen = np.flatnonzero(owner == sentence)
-        part = inside[chosen[0] : chosen[-1] + 1, chosen[0] : chosen[-1] + 1]
-        total = float(np.logaddexp.reduce(part, axis=None))
+        first, last = np.flatnonzero(owner == sentence)[[0, -1]]
+        scores = span_scores(outputs[first : last + 1])
+        length = np.arange(len(scores))[None, :] - np.arange(len(scores))[:, None]
+        scores = np.where((length >= 0) & (length < MAX_ANSWER_TOKENS), scores, -np.inf)
+        total = float(np.logaddexp.reduce(scores, axis=None))
         if total > best_sum:
-            at = int(part.argmax())
-            best_span = (int(chosen[0]) + at // part.shape[1], int(chosen[0]) + at % part.shape[1])
-            best_sum = total
+            start, end = np.unravel_index(scores.argmax(), scores.shape)
+            best_span, best_sum = (int(first + start), int(first + end)), total
     span = int(offsets[best_span[0], 0]), int(offsets[best_span[1], 1])
     return Reading(span, sentence_at(spans, *span), best_sum)

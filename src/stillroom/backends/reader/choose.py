@@ -28,23 +28,18 @@ _ITEM = re.compile(r"[ \t]*(?:[-*+|\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]|[ \
 _GAP = re.compile(r"[ \t]*\n(?:[ \t]*\n)?")
 
 
-def choose(
-    texts: Sequence[str], readings: "Sequence[Reading | None]", threshold: float, rank_weight: float = 0.0
-) -> ReaderAnswer:
+def choose(texts: Sequence[str], readings: "Sequence[Reading | None]", threshold: float) -> ReaderAnswer:
     """Write the best reading as an answer: its sentence, unchanged except for line breaks, and ` [n]`.
 
     Args:
         texts: of the chunks, in the order of the search. Source 1 is the first.
         readings: one for each chunk; None where it has no words.
         threshold: lowest score, in log odds, of an answer; below it the documents do not say.
-        rank_weight: subtracted from a score for each place in the order of the search.
     """
-    found = [(reading.score - rank_weight * rank, -rank) for rank, reading in enumerate(readings) if reading]
+    found = [(rank, reading) for rank, reading in enumerate(readings) if reading]
     if not found:
         return ReaderAnswer(NO_ANSWER, None, 0.0)
-    rank = -max(found)[1]
-    best = readings[rank]
-    assert best is not None
+    rank, best = max(found, key=lambda one: one[1].score)
     confidence = _sigmoid((best.score - threshold) / _SHARPNESS)
     if best.score < threshold:
         return ReaderAnswer(NO_ANSWER, None, confidence)

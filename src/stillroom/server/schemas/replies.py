@@ -46,7 +46,7 @@ class AnswerDetails(BaseModel):
     """First character of the text that answers the question, and the one after the last; null unless a reader
     answered."""
     confidence: float | None = None
-    """Probability that the sources answer the question; null unless a reader answered."""
+    """How sure a reader is that the sources answer the question, from 0 to 1; null unless a reader answered."""
     warnings: list[str] = []
     """What a reader of the answer must know, such as that the model cannot read documents."""
     timing: Timing
