@@ -2,7 +2,8 @@
 
 A row is `[CLS] question [SEP] heading passage [SEP]`. A group is a question with one or two rows: its passage cut like
 a chunk, and a passage that a search also finds but that does not hold the answer. In some groups the passage with the
-answer is left out, so that the model learns to say that nothing answers. Step n is a function of seed and n.
+answer is left out, and some questions are about a passage that does not answer them (near misses), so that the model
+learns to say that nothing answers. Step n is a function of seed and n.
 
 Questions about one title in 25 are never asked, and one technical passage in 8 is left out: `is_held_out`,
 `is_held_out_passage`.
@@ -44,7 +45,7 @@ class Question:
     ids: tuple[int, ...]
     passage: int
     spans: tuple[tuple[int, int], ...]
-    """First and last token of each answer in the passage; at least one."""
+    """First and last token of each answer in the passage; none if the passage does not answer the question."""
     negatives: tuple[int, ...]
     """Passages that a search finds for it and that do not hold the answer."""
     weight: float
@@ -169,12 +170,15 @@ def read_technical(
         others = [n for n in range(max(0, own - _NEAR), min(len(rows), own + _NEAR + 1)) if n != own]
         others = [n for n in others if rows[n]["source"] == row["source"]]
         for asked in row["questions"]:
+            ids = coder.ids(asked["question"], MAX_QUESTION)
+            if asked["answer"] is None:
+                questions.append(Question(ids, first_passage + own, (), (), weight))
+                continue
             start = start_of(asked, row["text"])
             span = span_of(passages[own], start, start + len(asked["answer"]))
             if start < 0 or span is None:
                 raise ValueError(f"the answer of {asked['question']!r} is not in its passage")
             near = tuple(first_passage + n for n in others if asked["answer"].lower() not in rows[n]["text"].lower())
-            ids = coder.ids(asked["question"], MAX_QUESTION)
             questions.append(Question(ids, first_passage + own, (span,), near, weight))
     return ExampleSet(passages, questions)
 
@@ -253,7 +257,7 @@ def groups_of(examples: ExampleSet, seed: int, epoch: int, max_tokens: int) -> I
         limit = rng.randint(64, max_tokens)
         rows = []
         if draw < 0.82 or not question.negatives:
-            rows.append(_row(question, examples.passages[question.passage], True, limit, 0, rng))
+            rows.append(_row(question, examples.passages[question.passage], bool(question.spans), limit, 0, rng))
         if draw > 0.66 and question.negatives:
             negative = examples.passages[rng.choice(question.negatives)]
             rows.append(_row(question, negative, False, limit, 0, rng))

@@ -49,11 +49,12 @@ def people_questions(passages: Sequence[dict[str, Any]], folder: Path) -> list[S
 
 
 def technical_questions(passages: Sequence[dict[str, Any]]) -> list[Searched]:
-    """Return the technical questions in the order of their files."""
+    """Return the technical questions that their passages answer, in the order of their files."""
     return [
         Searched(asked["question"], number, (asked["answer"],))
         for number, row in enumerate(passages)
         for asked in row["questions"]
+        if asked["answer"] is not None
     ]
 
 

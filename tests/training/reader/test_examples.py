@@ -1,5 +1,6 @@
 """Tests the rows of the reader's training: answers survive crops, held-out passages are absent."""
 
+import json
 import random
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from training.reader import held_out
 from training.reader.examples import (
     MAX_HEADING,
     MAX_QUESTION,
+    Coder,
     ExampleSet,
     Question,
     TokenisedPassage,
@@ -21,11 +23,12 @@ from training.reader.examples import (
     is_held_out,
     is_held_out_passage,
     read_rows,
+    read_technical,
     span_of,
     steps,
     technical_files,
 )
-from training.reader.neighbours import PEOPLE, TECHNICAL, embedder, prepare, read_neighbours
+from training.reader.neighbours import PEOPLE, TECHNICAL, embedder, prepare, read_neighbours, technical_questions
 
 
 @st.composite
@@ -117,6 +120,16 @@ def test_groups_leave_the_answer_out_at_times(examples: ExampleSet) -> None:
     kinds = [tuple(bool(row.spans) for row in rows) for rows in groups_of(examples, 0, 0, 80)]
     assert set(kinds) == {(True,), (False,), (True, False)}
     assert 0.1 < kinds.count((False,)) / len(kinds) < 0.3
+
+
+def test_near_misses_train_no_span(tmp_path: Path, coder: Coder) -> None:
+    asked = [{"question": "what opened in the town t1?", "answer": "the bridge"}, {"question": "who?", "answer": None}]
+    row = {"source": "town", "title": "Bridge", "text": "the bridge of t1", "questions": asked}
+    (tmp_path / "1.jsonl").write_text(json.dumps(row) + "\n")
+    examples = read_technical([tmp_path / "1.jsonl"], coder, 1.0, 0)
+    groups = [rows for epoch in range(10) for rows in groups_of(examples, 0, epoch, 80)]
+    assert sorted(len(rows[0].spans) for rows in groups) == [0] * 10 + [1] * 10
+    assert [one.text for one in technical_questions([row])] == ["what opened in the town t1?"]
 
 
 def test_encoder_embeds_like_bert(bert: Path) -> None:

@@ -24,8 +24,11 @@ def test_every_answer_is_in_its_passage(rows: list[dict[str, Any]]) -> None:
         assert row.keys() == {"source", "title", "text", "questions"} and row["title"] and row["questions"]
         assert 300 <= len(row["text"]) <= 1100, row["title"]
         for asked in row["questions"]:
+            assert asked.keys() >= {"question", "answer"} and asked["question"].strip()
+            if asked["answer"] is None:
+                continue
             start = start_of(asked, row["text"])
-            assert asked["question"].strip() and asked["answer"].strip() == asked["answer"] != ""
+            assert asked["answer"].strip() == asked["answer"] != ""
             assert row["text"][start : start + len(asked["answer"])] == asked["answer"] and start >= 0, asked
 
 
