@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillroom.backends import calibration, num_threads
+from stillroom.backends import calibration
 from stillroom.backends.assembly import kv_shape
 from stillroom.backends.calibration import CalibrationTarget, step_seconds
 from stillroom.backends.local import build_engine
@@ -54,7 +54,6 @@ def test_measurement_stays_within_the_kv_pool(monkeypatch: pytest.MonkeyPatch, t
         return step_seconds(target, num_cached, num_new)
 
     monkeypatch.setattr(calibration, "step_seconds", measured)
-    monkeypatch.setattr(num_threads, "step_seconds", measured)
     try:
         torch.set_num_threads(2)
         for block_size in (4, 16):

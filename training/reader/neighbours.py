@@ -146,14 +146,13 @@ def embedder(
     """
     tokenizer = read_tokenizer(folder)
     model = from_encoder(read_encoder(folder), spec, 0).to(dtype)
-    model.head = torch.nn.Identity()  # type: ignore[assignment]  # hidden states instead of logits
 
     def vectors(ids: Sequence[list[int]]) -> NDArray[np.float32]:
         longest = -(-max(map(len, ids)) // 16) * 16
         tokens = torch.tensor([one + [0] * (longest - len(one)) for one in ids])
         is_token = torch.tensor([[True] * len(one) + [False] * (longest - len(one)) for one in ids])
         with torch.inference_mode():
-            hidden = model(tokens, torch.zeros_like(tokens), is_token) * is_token[:, :, None]
+            hidden = model.encode(tokens, torch.zeros_like(tokens), is_token) * is_token[:, :, None]
             found: NDArray[np.float32] = torch.nn.functional.normalize(hidden.sum(1), dim=-1).numpy()
         return found
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from stillroom.models.reader import MAX_ANSWER_TOKENS
 from stillroom.models.reader_model import ReaderModel, ReaderSpec, span_scores
+from stillroom.ops.bert import tensors_of_checkpoint
 from training.reader.examples import SEP, ExampleSet, Row, steps
 
 CHECKPOINT = "checkpoint.pt"
@@ -64,30 +65,7 @@ def from_encoder(state: dict[str, Tensor], spec: ReaderSpec, seed: int) -> Reade
     model = ReaderModel(spec)
     torch.nn.init.normal_(model.head.weight, std=0.02)
     torch.nn.init.zeros_(model.head.bias)
-    own = model.state_dict()
-    embeddings = {
-        "words.weight": "word_embeddings.weight",
-        "positions.weight": "position_embeddings.weight",
-        "parts.weight": "token_type_embeddings.weight",
-        "norm.weight": "LayerNorm.weight",
-        "norm.bias": "LayerNorm.bias",
-    }
-    for name, source in embeddings.items():
-        own[name].copy_(state[f"embeddings.{source}"])
-    places = {
-        "out": "attention.output.dense",
-        "norm_1": "attention.output.LayerNorm",
-        "up": "intermediate.dense",
-        "down": "output.dense",
-        "norm_2": "output.LayerNorm",
-    }
-    for layer in range(spec.num_layers):
-        for kind in ("weight", "bias"):
-            source = f"encoder.layer.{layer}."
-            parts = [state[f"{source}attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
-            own[f"layers.{layer}.qkv.{kind}"].copy_(torch.cat(parts))
-            for name, place in places.items():
-                own[f"layers.{layer}.{name}.{kind}"].copy_(state[f"{source}{place}.{kind}"])
+    model.load_state_dict(tensors_of_checkpoint(state, spec.num_layers), strict=False)  # all but the head
     return model
 
 

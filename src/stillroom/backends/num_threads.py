@@ -8,10 +8,12 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from stillroom.backends.calibration import CalibrationTarget, step_seconds
+if TYPE_CHECKING:
+    from stillroom.backends.calibration import CalibrationTarget
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +21,7 @@ _ENOUGH = 0.95
 """Fewer threads are chosen only if they take less than this share of the time."""
 
 
-def tune_threads(target: CalibrationTarget) -> int:
+def tune_threads(target: "CalibrationTarget") -> int:
     """Choose and return torch's number of threads for a decoder on a CPU; Stillroom's kernels use the same number.
 
     Does nothing if `OMP_NUM_THREADS` is set, or the device is not a CPU.
@@ -50,8 +52,10 @@ def choose(counts: list[int], measure: Callable[[int], list[float]]) -> int:
     return best if average(best) < _ENOUGH * average(counts[0]) else counts[0]
 
 
-def _seconds(target: CalibrationTarget, count: int) -> list[float]:
+def _seconds(target: "CalibrationTarget", count: int) -> list[float]:
     """Seconds for one token and for a short prompt, the best of three each."""
+    from stillroom.backends.calibration import step_seconds  # imports the decoder's kernels, which a reader lacks
+
     torch.set_num_threads(count)
     lengths = (1, min(64, target.num_slots))
     return [min(step_seconds(target, 0, new) for _ in range(3)) for new in lengths]

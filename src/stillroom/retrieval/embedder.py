@@ -1,4 +1,5 @@
-"""Embeds texts as vectors of length 1 with a sentence-transformers model, which loads with the first text.
+"""Embeds texts as vectors of length 1 with a sentence-transformers model, which loads with the first text
+(`text_encoders.py`).
 
 Documents may be embedded in bfloat16 (cosine to float32 above 0.999), queries always in float32. Thread-safe: queries
 run one at a time; on a CPU, batches of documents run in parallel with them and each other, one thread each.
@@ -6,11 +7,10 @@ run one at a time; on a CPU, batches of documents run in parallel with them and 
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +18,22 @@ from tokenizers import Tokenizer
 
 from stillroom.config.settings import EmbedderConfig
 from stillroom.core.panics import panics_as_errors
-from stillroom.errors import ModelNotFoundError
 from stillroom.retrieval.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from stillroom.retrieval.text_encoders import Kind, TextEncoder
 
 Vectors = NDArray[np.float32]
 
 _NUM_KEPT = 1024
 """Number of cached query vectors (1.5 MB). Embedding takes eight times as long as the rest of a search."""
 
-_TOKEN_BLOCK = 32
-"""Found by trial on AVX-512: with 8, the last bits of a vector depend on its batch; with multiples of 32 not."""
-
 
 class _Weights:
     """A loaded model and its locks."""
 
     def __init__(self) -> None:
-        self.model: Any = None
+        self.model: TextEncoder | None = None
         self.loading, self.next, self.running = Lock(), Lock(), Lock()
 
 
@@ -110,7 +109,7 @@ class Embedder:
         return self._embed(texts, "document", on_batch)
 
     @panics_as_errors("the tokenizer")
-    def _embed(self, texts: Sequence[str], kind: str, on_batch: Callable[[int], None] | None) -> Vectors:
+    def _embed(self, texts: Sequence[str], kind: "Kind", on_batch: Callable[[int], None] | None) -> Vectors:
         if not texts:
             return np.empty((0, self.dimension), dtype=np.float32)
         model = self._load()
@@ -131,12 +130,12 @@ class Embedder:
         return vectors
 
     def _computed(
-        self, model: Any, kind: str, compute: Callable[[list[int]], Vectors], batches: list[list[int]]
+        self, model: "TextEncoder", kind: "Kind", compute: Callable[[list[int]], Vectors], batches: list[list[int]]
     ) -> Generator[tuple[int, Vectors], None, None]:
         """Compute batches of documents on a CPU in parallel, all other batches one at a time."""
         from stillroom.retrieval.side_by_side import side_by_side
 
-        is_cpu = model.device.type == "cpu"
+        is_cpu = model.device_type == "cpu"
         if kind == "document" and is_cpu and len(batches) > 1:
             yield from side_by_side(compute, batches)
             return
@@ -145,24 +144,17 @@ class Embedder:
                 part = next(side_by_side(compute, [batch]))[1] if is_cpu else compute(batch)
             yield position, part
 
-    def _forward(self, model: Any, kind: str, batch: list[str]) -> Vectors:
-        encode = model.encode_query if kind == "query" else model.encode_document
+    def _forward(self, model: "TextEncoder", kind: "Kind", batch: list[str]) -> Vectors:
         with self._arithmetic(kind, model):
-            part = encode(
-                batch,
-                batch_size=len(batch),
-                show_progress_bar=False,
-                normalize_embeddings=True,
-                convert_to_numpy=True,
-                **_padding(model),
-            )
-        return np.asarray(part, dtype=np.float32)
+            return model.encode(batch, kind)
 
     def _batches(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield indexes of texts with the same number of token blocks, so that padding does not depend on the other
         texts. The longest come first: slow or oversized batches fail early."""
+        from stillroom.retrieval.text_encoders import TOKEN_BLOCK
+
         encoded = self.tokenizer.encode_batch(list(texts))
-        num_blocks = [-(-min(len(encoding.ids), self.max_seq_length) // _TOKEN_BLOCK) for encoding in encoded]
+        num_blocks = [-(-min(len(encoding.ids), self.max_seq_length) // TOKEN_BLOCK) for encoding in encoded]
         order = sorted(range(len(texts)), key=lambda index: -num_blocks[index])
         for _, group in itertools.groupby(order, key=lambda index: num_blocks[index]):
             same_length = list(group)
@@ -180,37 +172,21 @@ class Embedder:
             self._weights.running.release()
 
     @contextlib.contextmanager
-    def _arithmetic(self, kind: str, model: Any) -> Iterator[None]:
+    def _arithmetic(self, kind: "Kind", model: "TextEncoder") -> Iterator[None]:
         import torch
 
-        dtype = _autocast_dtype(self._config, str(model.device.type)) if kind == "document" else None
-        with torch.inference_mode(), torch.autocast(model.device.type, dtype, enabled=dtype is not None):
+        dtype = _autocast_dtype(self._config, model.device_type) if kind == "document" else None
+        with torch.inference_mode(), torch.autocast(model.device_type, dtype, enabled=dtype is not None):
             yield
 
-    def _load(self) -> Any:
+    def _load(self) -> "TextEncoder":
         with self._weights.loading:
             if self._weights.model is None:
                 from stillroom.ops.thread_pools import run_in_short_lived_thread
+                from stillroom.retrieval.text_encoders import load_text_encoder
 
-                self._weights.model = run_in_short_lived_thread(self._loaded)
+                self._weights.model = run_in_short_lived_thread(lambda: load_text_encoder(self._files))
             return self._weights.model
-
-    def _loaded(self) -> Any:
-        model = _load_model(self._files)
-        # the first text changes the tokenizer's settings; afterwards threads only read them
-        self._forward(model, "document", ["warm up"])
-        return model
-
-
-def _padding(model: Any) -> dict[str, Any]:
-    """Return arguments that pad a batch to whole token blocks (sentence-transformers 6 and later).
-
-    Then a text has the same vector, bit by bit, in every batch of texts with as many blocks and with any number of
-    threads: matrix products of whole tiles add in the same order. Documents may be added together or one by one.
-    """
-    if not hasattr(model[0], "processing_kwargs"):
-        return {}
-    return {"processing_kwargs": {"text": {"pad_to_multiple_of": _TOKEN_BLOCK}}}
 
 
 def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:
@@ -224,27 +200,3 @@ def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:
     from stillroom.ops.bfloat16 import has_bfloat16
 
     return torch.bfloat16 if has_bfloat16(device) else None
-
-
-def _load_model(files: ModelFiles) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # import warnings of the libraries
-        import torch
-        from sentence_transformers import SentenceTransformer
-        from transformers.utils import logging
-
-        had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        try:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            return SentenceTransformer(str(files.folder), device=device)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelNotFoundError(
-                f"the embedding model in {files.folder} cannot be loaded ({error}); "
-                "check that the folder is a complete sentence-transformers model"
-            ) from error
-        finally:
-            logging.set_verbosity(verbosity)
-            if had_progress_bar:
-                logging.enable_progress_bar()

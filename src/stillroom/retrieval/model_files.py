@@ -71,6 +71,29 @@ class ModelFiles:
         return int(size) if size else None
 
     @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`."""
+        return dict(self._read_json("config.json"))
+
+    @cached_property
+    def is_plain_bert(self) -> bool:
+        """Whether the vectors are the means of BERT's last hidden states, of length 1 and without prompts."""
+        parts = [(one["type"].rpartition(".")[2], one["path"]) for one in self._read_json("modules.json") or []]
+        if [name for name, _ in parts] not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            return False
+        pooling = self._read_json(f"{parts[1][1]}/config.json")
+        pools = [name for name, is_on in pooling.items() if name.startswith("pooling_mode_") and is_on]
+        prompts = self._read_json("config_sentence_transformers.json").get("prompts") or {}
+        wanted = {"model_type": "bert", "hidden_act": "gelu"}
+        return (
+            not any(prompts.values())
+            and pools == ["pooling_mode_mean_tokens"]
+            and wanted.items() <= self.config.items()
+            and self.config.get("position_embedding_type", "absolute") == "absolute"
+            and all((self.folder / name).is_file() for name in ("model.safetensors", "tokenizer.json"))
+        )
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over names and contents of configuration, tokenizer and weights: 32 hexadecimal digits. Folders with
         the same fingerprint give the same vectors."""

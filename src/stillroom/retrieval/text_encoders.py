@@ -1,0 +1,133 @@
+"""Models that embed texts: our BERT encoder where the folder holds such a model, sentence-transformers for all others.
+
+Both give the same vectors, up to rounding. Importing sentence-transformers takes some four seconds, which is most of
+the time that `stillroom ask` takes.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from stillroom.errors import ModelNotFoundError
+from stillroom.ops.bert import BertEncoder, BertSpec, tensors_of_checkpoint
+from stillroom.retrieval.model_files import ModelFiles
+
+Kind = Literal["query", "document"]
+Vectors = NDArray[np.float32]
+
+TOKEN_BLOCK = 32
+"""Texts are padded to whole blocks. Found by trial on AVX-512: with 8, the last bits of a vector depend on its batch;
+with multiples of 32 not."""
+
+
+class TextEncoder(Protocol):
+    """A loaded model. Calls in parallel are allowed after the first one."""
+
+    device_type: str
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
+        """Return [texts, dimension], each row of length 1."""
+        ...
+
+
+def load_text_encoder(files: ModelFiles) -> TextEncoder:
+    """Load the model of a folder onto the GPU if there is one.
+
+    Raises:
+        ModelNotFoundError: The folder is not a complete model.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return BertTextEncoder(files, device) if files.is_plain_bert else SentenceTransformersEncoder(files, device)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelNotFoundError(
+            f"the embedding model in {files.folder} cannot be loaded ({error}); "
+            "check that the folder is a complete sentence-transformers model"
+        ) from error
+
+
+class BertTextEncoder:
+    """The mean of BERT's last hidden states."""
+
+    def __init__(self, files: ModelFiles, device: str) -> None:
+        self.device_type = device
+        config = files.config
+        spec = BertSpec(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            inner_size=config["intermediate_size"],
+            max_positions=config["max_position_embeddings"],
+            num_parts=config["type_vocab_size"],
+            epsilon=config["layer_norm_eps"],
+        )
+        self._model = BertEncoder(spec)
+        tensors = tensors_of_checkpoint(load_file(files.folder / "model.safetensors"), spec.num_layers)
+        self._model.load_state_dict(tensors)
+        self._model.to(device, torch.float32).eval().requires_grad_(False)
+        self._tokenizer, self._max_tokens = files.tokenizer, files.max_seq_length
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        rows = [ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]] for ids in rows]
+        length = min(-(-max(map(len, rows)) // TOKEN_BLOCK) * TOKEN_BLOCK, self._model.positions.num_embeddings)
+        ids = torch.zeros(len(rows), length, dtype=torch.long)
+        is_token = torch.zeros(len(rows), length, dtype=torch.bool)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            is_token[number, : len(row)] = True
+        ids, is_token = ids.to(self.device_type), is_token.to(self.device_type)
+        hidden = self._model.encode(ids, torch.zeros_like(ids), is_token)
+        vectors: Vectors = F.normalize((hidden * is_token[:, :, None]).sum(1).float(), dim=-1).cpu().numpy()
+        return vectors
+
+
+class SentenceTransformersEncoder:
+    def __init__(self, files: ModelFiles, device: str) -> None:
+        self.device_type = device
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # import warnings of the libraries
+            from sentence_transformers import SentenceTransformer
+            from transformers.utils import logging
+
+            had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+            logging.disable_progress_bar()
+            logging.set_verbosity_error()
+            try:
+                self._model = SentenceTransformer(str(files.folder), device=device)
+            finally:
+                logging.set_verbosity(verbosity)
+                if had_progress_bar:
+                    logging.enable_progress_bar()
+        with torch.inference_mode():
+            self.encode(["warm up"], "document")  # changes the tokenizer's settings; afterwards threads only read them
+
+    def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
+        encode = self._model.encode_query if kind == "query" else self._model.encode_document
+        found = encode(
+            list(texts),
+            batch_size=len(texts),
+            show_progress_bar=False,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            **self._padding(),
+        )
+        return np.asarray(found, dtype=np.float32)
+
+    def _padding(self) -> dict[str, Any]:
+        """Return arguments that pad a batch to whole token blocks (sentence-transformers 6 and later).
+
+        Then a text has the same vector, bit by bit, in every batch of texts with as many blocks and with any number of
+        threads: matrix products of whole tiles add in the same order. Documents may be added together or one by one.
+        """
+        if not hasattr(self._model[0], "processing_kwargs"):
+            return {}
+        return {"processing_kwargs": {"text": {"pad_to_multiple_of": TOKEN_BLOCK}}}
