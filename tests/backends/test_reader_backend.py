@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stillroom.backends.conversation import Exchange
-from stillroom.backends.reader.choose import NO_ANSWER
+from stillroom.backends.reader.choose import NO_ANSWER, ScoreScale
 from stillroom.backends.reader.reader_backend import answerer
 from stillroom.config.settings import GenerationConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.document import Chunk
@@ -151,7 +151,7 @@ def test_below_its_threshold_it_says_that_the_documents_do_not_say(knowledge: Pa
 
 
 def test_answers_are_the_same_whatever_is_read_together(reader: Reader) -> None:
-    answer = answerer(reader, -1e9)
+    answer = answerer(reader, ScoreScale.of({"threshold": -1e9}))
     prompts = [ReaderPrompt(question, chunks(number)) for number, question in enumerate(QUESTIONS)]
     alone = [answer([prompt])[0] for prompt in prompts]
     assert answer(prompts) == alone

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.backends.reader.choose import NO_ANSWER, choose, quote
+from stillroom.backends.reader.choose import NO_ANSWER, ScoreScale, choose, quote
 from stillroom.core.sentences import sentence_at, sentences
 from stillroom.models.reader import Reading
 
@@ -22,30 +22,30 @@ def quoted(text: str, words: str) -> tuple[str, str]:
 def test_the_best_reading_is_quoted_with_the_number_of_its_source() -> None:
     texts = ["Lima is large. It lies in Peru.", "Cusco lies at 3,400 m."]
     readings = [Reading((26, 30), (15, 31), 1.0), Reading((14, 21), (0, 22), 2.0)]
-    answer = choose(texts, readings, threshold=0.0)
+    answer = choose(texts, readings, ScoreScale.of({}))
     assert answer.text == "Cusco lies at 3,400 m. [2]"
     assert answer.highlight is not None and answer.text[slice(*answer.highlight)] == "3,400 m"
     assert answer.confidence == pytest.approx(0.7311, abs=1e-4)
 
 
 def test_a_score_below_the_threshold_is_no_answer() -> None:
-    answer = choose(["Lima lies in Peru."], [Reading((0, 4), (0, 18), -1.0)], threshold=-0.5)
+    answer = choose(["Lima lies in Peru."], [Reading((0, 4), (0, 18), -1.0)], ScoreScale.of({"threshold": -0.5}))
     assert (answer.text, answer.highlight) == (NO_ANSWER, None)
     assert answer.confidence == pytest.approx(0.4378, abs=1e-4)
 
 
 def test_chunks_without_words_are_no_answer() -> None:
-    assert choose(["", ""], [None, None], threshold=-100.0).text == NO_ANSWER
-    assert choose([], [], threshold=-100.0).confidence == 0.0
+    assert choose(["", ""], [None, None], ScoreScale.of({"threshold": -100})).text == NO_ANSWER
+    assert choose([], [], ScoreScale.of({"threshold": -100})).confidence == 0.0
 
 
 def test_of_equal_scores_the_earlier_chunk_answers() -> None:
     texts = ["One two three.", "Four five six."]
     equal = [Reading((0, 3), (0, 14), 1.0), Reading((0, 4), (0, 14), 1.0)]
-    assert choose(texts, equal, 0.0).text.endswith("[1]")
+    assert choose(texts, equal, ScoreScale.of({})).text.endswith("[1]")
     later_is_better = [equal[0], Reading((0, 4), (0, 14), 1.4)]
-    assert choose(texts, later_is_better, 0.0).text.endswith("[2]")
-    assert choose(texts, equal, 0.0).confidence == pytest.approx(0.6225, abs=1e-4)
+    assert choose(texts, later_is_better, ScoreScale.of({})).text.endswith("[2]")
+    assert choose(texts, equal, ScoreScale.of({})).confidence == pytest.approx(0.6225, abs=1e-4)
 
 
 def test_line_breaks_in_a_sentence_become_blanks() -> None:
@@ -58,9 +58,24 @@ def test_a_span_over_a_line_break_is_highlighted_whole() -> None:
 
 
 def test_a_list_marker_is_left_out_unless_it_is_the_answer() -> None:
-    text = "Steps:\n\n1. Stop the server.\n2. Copy the folder.\n"
+    text = "Steps\n\n1. Stop the server.\n2. Copy the folder.\n"
     assert quoted(text, "Copy") == ("Copy the folder.", "Copy")
     assert quoted(text, "2") == ("2. Copy the folder.", "2")
+
+
+def test_an_item_of_a_short_list_is_shown_with_the_list_and_its_introduction() -> None:
+    items = "- a signed form,\n- your old card or\n  a passport,\n\n- two photographs.\n"
+    text = f"Come early. To renew a card, bring:\n\n{items}\nThe office closes at noon."
+    shown, highlight = quoted(text, "a signed form")
+    assert shown == "To renew a card, bring:\n" + items.rstrip() and highlight == "a signed form"
+    assert quoted(text, "a passport") == (shown, "a passport")
+    assert quoted(text, "noon")[0] == "The office closes at noon."
+    assert quoted("Bring:\n" + "- one more form\n" * 40, "one more")[0] == "one more form", "the list is too long"
+
+
+def test_lines_that_are_no_sentence_stay_lines() -> None:
+    text = "Run these two commands.\n\npip install stillroom\nstillroom serve"
+    assert quoted(text, "serve") == ("pip install stillroom\nstillroom serve", "serve")
 
 
 def test_a_list_after_a_colon_is_shown_up_to_its_end() -> None:
@@ -73,7 +88,7 @@ def test_a_list_after_a_colon_is_shown_up_to_its_end() -> None:
 def test_code_after_a_colon_keeps_its_marks_and_the_number_stands_below() -> None:
     text = "To start the server, run this command:\n\n```sh\nstillroom serve\n```\nThen open the page."
     span = (0, 8)
-    answer = choose([text], [Reading(span, sentence_at(sentences(text), *span), 3.0)], 0.0)
+    answer = choose([text], [Reading(span, sentence_at(sentences(text), *span), 3.0)], ScoreScale.of({}))
     assert answer.text == "To start the server, run this command:\n```sh\nstillroom serve\n```\n[1]"
 
 
@@ -142,7 +157,7 @@ def test_the_highlight_is_the_span_whatever_the_text(words: list[str], data: st.
     first = data.draw(st.integers(0, len(tokens) - 1))
     last = data.draw(st.integers(first, min(first + 5, len(tokens) - 1)))
     span = tokens[first][0], tokens[last][1]
-    answer = choose([text], [Reading(span, sentence_at(sentences(text), *span), 1.0)], 0.0)
+    answer = choose([text], [Reading(span, sentence_at(sentences(text), *span), 1.0)], ScoreScale.of({}))
     assert answer.highlight is not None and answer.text.endswith("[1]")
     assert answer.text[slice(*answer.highlight)].split() == text[slice(*span)].split()
     body = answer.text.removesuffix("[1]").replace("```", "").split()

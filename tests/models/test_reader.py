@@ -1,6 +1,7 @@
 """The reader's choice of an answer against a slow search of all answers."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -52,3 +53,15 @@ def test_a_pair_of_vectors_joins_start_and_end() -> None:
     outputs = np.zeros((2, 10), np.float32)
     outputs[0, 2:6], outputs[1, 6:10] = 1.0, 2.0
     assert span_scores(outputs).tolist() == [[0.0, 4.0], [0.0, 0.0]]
+
+
+def test_questions_and_tables_of_contents_are_quoted_only_alone() -> None:
+    lines = ["What is the limit?", "The limit . . . . . . . . . 12", "The limit is high."]
+    text = "\n\n".join(lines)
+    offsets = np.array([match.span() for match in re.finditer(r"\S+", text)])
+    outputs = np.zeros((len(offsets), 2), np.float32)
+    outputs[:-4] = 9.0  # the words of the first two
+    reading = best_reading(text, offsets, outputs)
+    assert text[slice(*reading.sentence)] == lines[2]
+    first = len(lines[0].split())
+    assert text[slice(*best_reading(lines[0], offsets[:first], outputs[:first]).sentence)] == lines[0]

@@ -124,16 +124,19 @@ def _refusals(report: Mapping[str, Any] | None) -> Iterator[str]:
         yield "No threshold was chosen."
         return
     yield (
-        f"The threshold is {report['threshold']}, chosen on these sets, which weigh the same. Each question is read "
-        f"over {report['passages']} passages: the one that answers it and those that a search finds, and then only the "
-        "latter."
+        f"The threshold is {report['threshold']}, chosen on the first two sets, which weigh the same. Each question is "
+        f"read over {report['passages']} passages: the one that answers it and those that a search finds, and then "
+        "only the latter. Confidence is fitted on the same two sets; its error is the mean difference from the share "
+        "of right answers, with and without the passage."
     )
     yield ""
-    yield "| set | questions | answered | answered, and the quote holds the answer | refused without the passage |"
-    yield "|---|---|---|---|---|"
+    columns = "set|questions|answered|answered, and the quote holds the answer|refused without the passage"
+    yield f"| {columns.replace('|', ' | ')} | error of confidence |"
+    yield "|---|---|---|---|---|---|"
     for row in report["sets"]:
         if row["figures"]:
-            yield f"| {row['set']} | {row['questions']:,} | {' | '.join(_interval(one) for one in row['figures'])} |"
+            cells = [*(_interval(one) for one in row["figures"]), f"{row['calibration error']:.3f}"]
+            yield f"| {row['set']} | {row['questions']:,} | {' | '.join(cells)} |"
 
 
 def _interval(one: Mapping[str, Any]) -> str:

@@ -167,7 +167,9 @@ def threshold(  # noqa: PLR0913  options of a command
     shared: Shared = SHARED,
     questions: Questions = QUESTIONS,
     prepared: Prepared = PREPARED,
-    model: Annotated[Path, typer.Option(help="The bundle; the threshold is written to its config.")] = BUNDLE,
+    model: Annotated[
+        Path, typer.Option(help="The bundle; threshold and confidence are written to its config.")
+    ] = BUNDLE,
     out: Annotated[Path, typer.Option(help="JSON report to write.")] = RUN / "threshold.json",
     passages: Annotated[int, typer.Option(min=1, max=7, help="Passages of a question.")] = 5,
     answered: Annotated[float, typer.Option(min=0, max=1, help="Share to answer of those with their passage.")] = 0.9,
@@ -178,7 +180,7 @@ def threshold(  # noqa: PLR0913  options of a command
     from stillroom.models.reader import load_reader
     from training.reader import held_out
     from training.reader.examples import technical_files
-    from training.reader.threshold import choose, read_sets, report, write_threshold
+    from training.reader.threshold import choose, read_sets, report, write_scale
     from training.reader.train import Recipe
 
     reader = load_reader(model, _embedder(), _dtype(dtype, threads))
@@ -188,7 +190,8 @@ def threshold(  # noqa: PLR0913  options of a command
     }
     outcomes = read_sets(reader, sets, passages)
     chosen = choose(outcomes, answered)
-    write_threshold(model, chosen)
+    write_scale(model, chosen)
+    outcomes |= read_sets(reader, {"xquad, not used for the choice": held_out.xquad(shared / XQUAD)}, passages)
     _write(out, report(outcomes, chosen, passages))
 
 

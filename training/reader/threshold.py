@@ -3,19 +3,25 @@
 Each held-out question is read over k passages twice: its own passage with the k - 1 most similar wrong ones, and k
 wrong ones. The threshold answers a given share of the first; the share of the second that it refuses is reported. Sets
 weigh the same, however many questions they have.
+
+The same outcomes tell what a score means: a logistic curve gives the probability that the quoted sentence holds the
+answer (Platt 1999), if half of the questions have their passage.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stillroom.backends.reader.choose import ScoreScale
 from stillroom.models.reader import Reader
 from training.reader.evaluate import figure, holds_answer
 from training.reader.held_out import HeldOutQuestion
+
+_NUM_NEWTON_STEPS, _PRIOR = 100, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +59,8 @@ def _outcome(reader: Reader, question: HeldOutQuestion, num_passages: int) -> Ou
     return Outcome(scores[best], is_right, float(max(scores[1:])), question.title)
 
 
-def choose(outcomes: Mapping[str, Sequence[Outcome]], answered: float) -> float:
-    """Return the highest threshold that answers this share of the questions whose passage is present.
+def choose(outcomes: Mapping[str, Sequence[Outcome]], answered: float) -> ScoreScale:
+    """Return the highest threshold that answers this share of the questions whose passage is present, and the curve.
 
     Raises:
         ValueError: there are no outcomes.
@@ -62,6 +68,11 @@ def choose(outcomes: Mapping[str, Sequence[Outcome]], answered: float) -> float:
     sets = [found for found in outcomes.values() if found]
     if not sets:
         raise ValueError("no held-out question has enough wrong passages; lower --passages")
+    threshold = _threshold(sets, answered)
+    return ScoreScale(threshold, *_curve(sets))
+
+
+def _threshold(sets: Sequence[Sequence[Outcome]], answered: float) -> float:
     scores = np.array([one.present for found in sets for one in found])
     weights = np.array([1 / len(found) for found in sets for _ in found]) / len(sets)
     order = np.argsort(-scores)
@@ -69,9 +80,35 @@ def choose(outcomes: Mapping[str, Sequence[Outcome]], answered: float) -> float:
     return float(scores[order][int(reached.argmax())])
 
 
-def report(outcomes: Mapping[str, Sequence[Outcome]], threshold: float, num_passages: int) -> dict[str, Any]:
-    """Return what the threshold does to each set."""
-    rows = []
+def _curve(sets: Sequence[Sequence[Outcome]]) -> tuple[float, float]:
+    """Fit slope and bias of the log odds by Newton's method. A weak prior bounds them where scores separate all."""
+    scores = np.array([score for found in sets for one in found for score in (one.present, one.absent)])
+    is_right = np.array([right for found in sets for one in found for right in (one.is_right, False)], float)
+    weights = np.array([1 / len(found) for found in sets for _ in range(2 * len(found))]) / len(sets)
+    inputs = np.stack([scores, np.ones_like(scores)], axis=1)
+    found = np.zeros(2)
+    for _ in range(_NUM_NEWTON_STEPS):
+        likely = 1 / (1 + np.exp(-np.clip(inputs @ found, -30, 30)))
+        gradient = inputs.T @ (weights * (likely - is_right)) + _PRIOR * found
+        curvature = (inputs * (weights * likely * (1 - likely))[:, None]).T @ inputs + _PRIOR * np.eye(2)
+        step = np.linalg.solve(curvature, gradient)
+        found -= step / max(1.0, float(np.abs(step).max()))
+    return float(found[0]), float(found[1])
+
+
+def calibration_error(outcomes: Sequence[Outcome], scale: ScoreScale) -> float:
+    """Return the mean difference of confidence and share of right answers in ten bins, weighed by their size."""
+    pairs = [(scale.confidence(one.present), float(one.is_right)) for one in outcomes]
+    pairs += [(scale.confidence(one.absent), 0.0) for one in outcomes]
+    bins: dict[int, list[float]] = {}
+    for confidence, is_right in pairs:
+        bins.setdefault(min(int(confidence * 10), 9), []).append(confidence - is_right)
+    return sum(abs(sum(found)) for found in bins.values()) / len(pairs)
+
+
+def report(outcomes: Mapping[str, Sequence[Outcome]], scale: ScoreScale, num_passages: int) -> dict[str, Any]:
+    """Return what threshold and confidence do to each set."""
+    threshold, rows = scale.threshold, []
     for name, found in outcomes.items():
         titles = [one.title for one in found]
         values = {
@@ -82,15 +119,20 @@ def report(outcomes: Mapping[str, Sequence[Outcome]], threshold: float, num_pass
             "refused, passage absent": [float(one.absent < threshold) for one in found],
         }
         figures = [figure(f"{name}: {key}", each, titles) for key, each in values.items()] if found else []
-        rows.append({"set": name, "questions": len(found), "titles": len(set(titles)), "figures": figures})
-    return {"threshold": round(threshold, 4), "passages": num_passages, "sets": rows}
+        row = {"set": name, "questions": len(found), "titles": len(set(titles)), "figures": figures}
+        rows.append(row | ({"calibration error": round(calibration_error(found, scale), 4)} if found else {}))
+    return {**_rounded(scale), "passages": num_passages, "sets": rows}
 
 
-def write_threshold(folder: Path, threshold: float) -> None:
-    """Write the threshold to a bundle's config; raises FileNotFoundError if there is none."""
+def _rounded(scale: ScoreScale) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in asdict(scale).items()}
+
+
+def write_scale(folder: Path, scale: ScoreScale) -> None:
+    """Write threshold and curve to a bundle's config; raises FileNotFoundError if there is none."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; make it with: python -m training reader bundle")
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["threshold"] = round(threshold, 4)
+    config |= _rounded(scale)
     path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -37,6 +37,8 @@ _BEFORE_NUMBERS = frozenset(["no", "nos", "nr", "fig", "figs", "eq", "eqs", "sec
 _CAN_START = re.compile(
     r"[\"'(\[\u201c\u2018*_`]*[^\W_a-z]|[\"'(\[\u201c\u2018*_]*`|[\"'(\[\u201c\u2018*_]*[a-z]+[_A-Z(]"
 )
+_LEADER = re.compile(r"\.{4}|[ \t]\.")
+"""Dots between a heading and its page number."""
 _LAST_WORD = re.compile(r"\S+$")
 _MAX_CHARS = 600
 """A longer sentence, such as a table that was extracted as one line, is cut between words."""
@@ -102,6 +104,8 @@ def _split(text: str, start: int, end: int) -> Iterator[Span]:
 
 
 def _is_end(text: str, start: int, match: re.Match[str], end: int) -> bool:
+    if _LEADER.search(text, max(start, match.start() - 1), match.end()):
+        return False
     rest = text[match.end() : min(end, match.end() + 40)].lstrip()
     if not rest or match.group()[0] in "\u3002\uff01\uff1f":
         return True

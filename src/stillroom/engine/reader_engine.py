@@ -43,7 +43,7 @@ class ReaderAnswer:
     highlight: tuple[int, int] | None
     """Characters of `text` that answer the question; None if the chunks do not answer it."""
     confidence: float
-    """How sure the reader is that the chunks answer the question, in [0, 1]; 0.5 at its threshold."""
+    """Probability that the quoted sentence, or the best if none is quoted, holds the answer, in [0, 1]."""
 
 
 Answerer = Callable[[Sequence[ReaderPrompt]], Sequence[ReaderAnswer]]

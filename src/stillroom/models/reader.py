@@ -4,6 +4,7 @@ Weights are those of `models/bundled/reader`; word embeddings and tokenizer come
 default embedder, from which the reader was trained.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -27,6 +28,8 @@ _TOKEN_BLOCK = 32
 _MAX_ROWS = 32
 """Rows computed at a time, which bounds the memory of activations."""
 MAX_ANSWER_TOKENS = 40
+_LEADERS = re.compile(r"(?:\.[ \t]?){5,}[ \t]*\d*$")
+"""Dots before a page number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +166,16 @@ class _Row:
     offsets: NDArray[np.int64]
 
 
-def _is_question(text: str, sentence: Span) -> bool:
-    return text[slice(*sentence)].rstrip("\"')]*_").endswith("?")
+def _states_nothing(text: str, sentence: Span) -> bool:
+    """Whether a sentence is a question, or a line of a table of contents."""
+    words = text[slice(*sentence)]
+    return words.rstrip("\"')]*_").endswith("?") or _LEADERS.search(words) is not None
 
 
 def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.float32]) -> Reading:
-    """Choose the sentence with the highest sum of its answers' probabilities, and its best answer. A question is chosen
-    only if there is nothing else: pages of questions and answers repeat what is asked.
+    """Choose the sentence with the highest sum of its answers' probabilities, and its best answer.
+
+    A question, or a line of a table of contents, is chosen only if there is nothing else: both repeat what is asked.
 
     Args:
         offsets: [tokens, 2], characters of each token in the text.
@@ -179,7 +185,7 @@ def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.floa
     owner = np.searchsorted([start for start, _ in spans], offsets[:, 0], side="right") - 1
     best_span, best_sum = (0, 0), -np.inf
     owners = np.unique(owner)
-    for sentence in [one for one in owners if not _is_question(text, spans[one])] or owners:
+    for sentence in [one for one in owners if not _states_nothing(text, spans[one])] or owners:
         first, last = np.flatnonzero(owner == sentence)[[0, -1]]
         scores = span_scores(outputs[first : last + 1])
         length = np.arange(len(scores))[None, :] - np.arange(len(scores))[:, None]

@@ -7,12 +7,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from stillroom.backends.reader.choose import ScoreScale
 from stillroom.errors import ModelError
 from stillroom.models.reader import Passage, Reader, Reading, load_reader
 from tests.training.reader.conftest import RECIPE, SPEC, passage
@@ -23,7 +25,7 @@ from training.reader.card import count as count_sources
 from training.reader.evaluate import evaluate, open_reader
 from training.reader.examples import ExampleSet
 from training.reader.held_out import HeldOutQuestion, xquad
-from training.reader.threshold import Outcome, choose, read_sets, report, write_threshold
+from training.reader.threshold import Outcome, calibration_error, choose, read_sets, report, write_scale
 from training.reader.train import CHECKPOINT, Trainer, from_encoder, read_encoder
 
 
@@ -67,10 +69,11 @@ def test_other_word_embeddings_are_refused(bundled: Path, bert: Path, tmp_path: 
 def test_threshold_is_written_to_the_config_only(bundled: Path, tmp_path: Path) -> None:
     before = json.loads((bundled / "config.json").read_text())
     assert before["threshold"] == 0 and len(before["word_embeddings_sha256"]) == 64
-    write_threshold(bundled, 1.23456)
-    assert json.loads((bundled / "config.json").read_text()) == before | {"threshold": 1.2346}
+    write_scale(bundled, ScoreScale(1.23456, 0.5, -0.25))
+    changed = {"threshold": 1.2346, "slope": 0.5, "bias": -0.25}
+    assert json.loads((bundled / "config.json").read_text()) == before | changed
     with pytest.raises(FileNotFoundError, match="reader bundle"):
-        write_threshold(tmp_path, 1.0)
+        write_scale(tmp_path, ScoreScale(1.0, 1.0, 0.0))
 
 
 scores = st.lists(st.floats(-20, 20), min_size=1, max_size=30)
@@ -85,10 +88,23 @@ def test_threshold_answers_the_share_with_sets_weighing_the_same(
     def share(threshold: float) -> float:
         return sum(sum(score >= threshold for score in found) / len(found) for found in (one, two)) / 2
 
-    chosen = choose(sets, answered)
+    chosen = choose(sets, answered).threshold
     assert share(chosen) >= answered - 1e-6
     higher = [score for score in [*one, *two] if score > chosen]
     assert not higher or share(min(higher)) < answered + 1e-6
+
+
+def test_confidence_is_the_share_of_right_answers() -> None:
+    draw = np.random.default_rng(3)
+    scores = draw.normal(3, 4, size=(2000, 2))
+    is_right = draw.random(2000) < 1 / (1 + np.exp(2 - 0.8 * scores[:, 0]))
+    outcomes = [Outcome(one, bool(right), -50.0, "a") for (one, _), right in zip(scores, is_right, strict=True)]
+    scale = choose({"set": outcomes}, 0.9)
+    assert (scale.slope, scale.bias) == pytest.approx((0.8, -2.0), abs=0.15)
+    assert calibration_error(outcomes, scale) < 0.02
+    assert calibration_error(outcomes, ScoreScale(0.0, 0.8, 3.0)) > 0.1
+    separated = choose({"set": [Outcome(9.0, True, -9.0, "a")]}, 0.9)
+    assert np.isfinite(separated.slope) and separated.confidence(9.0) > 0.9 > 0.1 > separated.confidence(-9.0)
 
 
 class FakeReader:
@@ -117,7 +133,7 @@ def test_questions_are_read_with_their_passage_and_without() -> None:
     ]
     found = read_sets(FAKE, {"set": questions}, 3)
     assert found["set"] == [Outcome(5.0, True, 9.0, "a"), Outcome(4.0, False, 4.0, "b")], "the third has too few"
-    result = report(found, 4.5, 3)
+    result = report(found, ScoreScale(4.5, 1.0, 0.0), 3)
     (row,) = result["sets"]
     assert [one["value"] for one in row["figures"]] == [0.5, 0.5, 0.5] and row["questions"] == 2
     with pytest.raises(ValueError, match="lower --passages"):
@@ -154,7 +170,7 @@ def test_card_states_counts_figures_and_licences(reading_qa: Path, technical: Pa
     text = card(counts, [], None, read_report(tmp_path / "threshold.json"))
     assert "Not evaluated." in text and "No threshold was chosen." in text and "The run has no log." in text
     figures = evaluate(FAKE, "xquad", [asked("yes 5", ["no 1"])])
-    refusals = report(read_sets(FAKE, {"held out": [asked("yes 5", ["no 1"])]}, 1), 2.5, 1)
+    refusals = report(read_sets(FAKE, {"held out": [asked("yes 5", ["no 1"])]}, 1), ScoreScale(2.5, 1.0, 0.0), 1)
     recipe = {name: getattr(RECIPE, name) for name in RECIPE.__slots__}
     log: list[dict[str, Any]] = [{"step": 0, "recipe": recipe}, {"step": 6, "loss": 3.14159}]
     text = card(counts, log, {"sets": [figures]}, refusals)

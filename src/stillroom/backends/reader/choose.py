@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from stillroom.core.sentences import Span
+from stillroom.core.sentences import Span, sentence_at, sentences
 from stillroom.engine.reader_engine import ReaderAnswer
 
 if TYPE_CHECKING:  # it imports torch
@@ -18,30 +19,50 @@ _MIN_WORDS = 3
 _MAX_AROUND, _MAX_LIST = 300, 400
 """Most characters of the lines around a fragment, and of the list or code after a colon."""
 
-_SHARPNESS = 2.0
-"""A score adds the log odds of start and end, which rise together."""
-
+_SENTENCE_ENDS = frozenset(".!?:;)\"'*_`\u201d\u2019")
 _BREAK_IN_SENTENCE = re.compile(r"[ \t]*[\r\n]\s*")
 _MARKER = re.compile(r"[ \t]*(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]+)+")
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
+_BULLET = re.compile(r"[ \t]*(?:[-*+\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]")
 _ITEM = re.compile(r"[ \t]*(?:[-*+|\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]|[ \t]*\||[ ]{4,}\S|\t")
 _GAP = re.compile(r"[ \t]*\n(?:[ \t]*\n)?")
 
 
-def choose(texts: Sequence[str], readings: "Sequence[Reading | None]", threshold: float) -> ReaderAnswer:
+@dataclass(frozen=True, slots=True)
+class ScoreScale:
+    """What the score of a reading means; measured on held-out questions (`python -m training reader threshold`)."""
+
+    threshold: float
+    """Lowest score of an answer; below it the documents do not say."""
+    slope: float
+    bias: float
+    """The quoted sentence holds the answer with the log odds `slope * score + bias`, if half of the questions have an
+    answer in the chunks."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> "ScoreScale":
+        """Read a reader's `config.json`. Before it is measured, confidence is 0.5 at the threshold."""
+        threshold = float(config.get("threshold", 0.0))
+        return ScoreScale(threshold, config.get("slope", 0.5), config.get("bias", -0.5 * threshold))
+
+    def confidence(self, score: float) -> float:
+        """Return the probability that the quoted sentence holds the answer, in [0, 1]."""
+        return _sigmoid(self.slope * score + self.bias)
+
+
+def choose(texts: Sequence[str], readings: "Sequence[Reading | None]", scale: ScoreScale) -> ReaderAnswer:
     """Write the best reading as an answer: its sentence, unchanged except for line breaks, and ` [n]`.
 
     Args:
         texts: of the chunks, in the order of the search. Source 1 is the first.
         readings: one for each chunk; None where it has no words.
-        threshold: lowest score, in log odds, of an answer; below it the documents do not say.
     """
     found = [(rank, reading) for rank, reading in enumerate(readings) if reading]
     if not found:
         return ReaderAnswer(NO_ANSWER, None, 0.0)
     rank, best = max(found, key=lambda one: one[1].score)
-    confidence = _sigmoid((best.score - threshold) / _SHARPNESS)
-    if best.score < threshold:
+    confidence = scale.confidence(best.score)
+    if best.score < scale.threshold:
         return ReaderAnswer(NO_ANSWER, None, confidence)
     text, highlight = quote(texts[rank], best.span, best.sentence)
     return ReaderAnswer(f"{text}{_gap_before_number(text)}[{rank + 1}]", highlight, confidence)
@@ -50,22 +71,49 @@ def choose(texts: Sequence[str], readings: "Sequence[Reading | None]", threshold
 def quote(text: str, span: Span, sentence: Span) -> tuple[str, Span]:
     """Write a sentence of a text; returns it, and the characters of it that `span` has become.
 
-    Line breaks inside the sentence become blanks, and a list marker before it is left out. After a colon, the list or
-    code that follows is shown too. Code, and a sentence of one or two words, is shown with the lines around it.
+    Line breaks inside the sentence become blanks if it ends like one, and a list marker before it is left out. After a
+    colon, the list or code that follows is shown too, and an item of a short list is shown with the whole list. Code,
+    and a sentence of one or two words, is shown with the lines around it.
 
     Args:
         span: characters of `text`, inside `sentence`.
     """
     start, end = sentence
+    if listed := _list_of_item(text, start, end):
+        intro, block = listed
+        head = _on_one_line(text[slice(*intro)]) + "\n"
+        shown, highlight = _as_lines(text, block, span)
+        return head + shown, (highlight[0] + len(head), highlight[1] + len(head))
     if marker := _MARKER.match(text, start, span[0]):
         start = marker.end()
     if _num_words(text, start, end) < _MIN_WORDS or _is_in_fence(text[:start]):
         return _as_lines(text, _lines_around(text, start, end), span)
+    if text[end - 1] not in _SENTENCE_ENDS and "\n" in text[start:end]:
+        return _as_lines(text, (start, end), span)  # commands, addresses, verse
     shown = _on_one_line(text[start:end])
     highlight = len(_on_one_line(text[start : span[0]])), len(_on_one_line(text[start : span[1]]))
-    if text[end - 1] == ":" and (block := _block_after(text, end)):
-        shown += "\n" + _as_lines(text, block, block)[0]
+    if text[end - 1] == ":" and (after := _block_after(text, end)):
+        shown += "\n" + _as_lines(text, after, after)[0]
     return shown, highlight
+
+
+def _list_of_item(text: str, start: int, end: int) -> tuple[Span, Span] | None:
+    """Return the sentence that introduces the list of an item, and the list; None if the characters [start, end) are no
+    item, no such sentence ends in a colon, or both are long."""
+    lines = _lines(text)
+    first = max(index for index, line in enumerate(lines) if line[0] <= start)
+    if not _BULLET.match(text, *lines[first]):
+        return None
+    while first > 0 and (_BULLET.match(text, *lines[first]) or not text[slice(*lines[first])].strip()):
+        first -= 1
+    intro_end = lines[first][0] + len(text[slice(*lines[first])].rstrip())
+    if not text[lines[first][0] : intro_end].endswith(":") or intro_end - start > _MAX_LIST:
+        return None
+    intro = sentence_at(sentences(text[:intro_end]), intro_end - 1, intro_end)
+    block = _block_after(text, intro_end)
+    if block is None or block[1] < end or block[1] - intro[0] > _MAX_LIST:
+        return None
+    return intro, block
 
 
 def _on_one_line(text: str) -> str:

@@ -14,7 +14,7 @@ from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.num_threads import candidates
 from stillroom.backends.num_threads import choose as choose_count
-from stillroom.backends.reader.choose import choose
+from stillroom.backends.reader.choose import ScoreScale, choose
 from stillroom.config.settings import RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -162,9 +162,9 @@ def build_reader_backend(config: StillroomConfig, clock: Clock, folder: Path) ->
     runtime = config.runtime
     device = torch_device(runtime.device)
     reader, num_threads = run_in_short_lived_thread(lambda: _loaded(runtime, folder, device))
-    threshold = float(read_json(folder, "config.json").get("threshold", 0.0))
+    scale = ScoreScale.of(read_json(folder, "config.json"))
     engine = ReaderEngine(
-        answerer(reader, threshold),
+        answerer(reader, scale),
         clock,
         max_waiting=runtime.max_waiting,
         batch_size=_BATCH_SIZE.get(device.type, _GPU_BATCH_SIZE),
@@ -173,14 +173,14 @@ def build_reader_backend(config: StillroomConfig, clock: Clock, folder: Path) ->
     return ReaderBackend(engine, reader.count_tokens, short_name(runtime.model))
 
 
-def answerer(reader: Reader, threshold: float) -> Callable[[Sequence[ReaderPrompt]], list[ReaderAnswer]]:
-    """Return the function that answers prompts with a reader; see `choose` for the threshold."""
+def answerer(reader: Reader, scale: ScoreScale) -> Callable[[Sequence[ReaderPrompt]], list[ReaderAnswer]]:
+    """Return the function that answers prompts with a reader."""
 
     def answer(prompts: Sequence[ReaderPrompt]) -> list[ReaderAnswer]:
         passages = [[Passage(chunk.text, chunk.heading) for chunk in prompt.chunks] for prompt in prompts]
         asked = [prompt.question for prompt in prompts]
         return [
-            choose([passage.text for passage in own], readings, threshold)
+            choose([passage.text for passage in own], readings, scale)
             for own, readings in zip(
                 passages, reader.read_several(list(zip(asked, passages, strict=True))), strict=True
             )
