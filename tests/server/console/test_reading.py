@@ -65,6 +65,15 @@ def test_answer_is_safe_markdown(page: "Page", url: str) -> None:
     assert page.inner_text("#answer").endswith("<i>text</i> snake_case_name 2 * 3 * 4 [9]")
 
 
+def test_cited_sources_come_first_and_confidence_is_shown(page: "Page", url: str) -> None:
+    cited = citation("Only two are. [2]", "Only two are. [2]", 2, 2, "about keys")
+    serve_answer(page, "Only two are. [2]", citations=[cited], confidence=0.874)
+    ask(page, url)
+
+    assert page.locator("#sources .position").all_inner_texts() == ["2", "1"]
+    assert page.inner_text("#account summary") == "210 ms to the first word, confidence 87 %"
+
+
 def test_citation_opens_the_document_at_the_quote(page: "Page", url: str) -> None:
     serve_answer(page, TEXT, **CITED)
     ask(page, url)

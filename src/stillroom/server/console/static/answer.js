@@ -3,7 +3,7 @@
 import { account } from "./account.js";
 import { marksOf } from "./citations.js";
 import { el } from "./dom.js";
-import { count, duration } from "./format.js";
+import { count, duration, percent } from "./format.js";
 import { markdown } from "./markdown.js";
 
 const ABSTENTION = "The documents do not say.";
@@ -34,21 +34,22 @@ export function remarks(turn) {
   ];
 }
 
-function telemetry({ costs, sources }) {
+function telemetry({ costs, sources, confidence }) {
   return el(
     "details",
     { class: "telemetry" },
-    el("summary", { text: line(costs) }),
+    el("summary", { text: line(costs, confidence) }),
     ...account({ ...costs, sources }).filter(Boolean),
     el("p", { class: "hint" }, el("a", { href: `#requests/${costs.request_id}`, text: costs.request_id })),
   );
 }
 
-/** Time to the first word, reuse, and the time saved, in one line. */
-function line({ timing, reuse }) {
+/** Time to the first word, confidence, reuse, and the time saved, in one line. */
+function line({ timing, reuse }, confidence) {
   const chunks = (reuse.segments ?? []).filter((segment) => segment.kind === "chunk");
   const kept = chunks.filter((segment) => segment.source !== "computed").length;
   const parts = [`${duration(timing.ttft_seconds)} to the first word`];
+  if (confidence !== undefined) parts.push(`confidence ${percent(confidence)}`);
   if (chunks.length) parts.push(`${kept} of ${count(chunks.length, "passage")} reused`);
   else if (reuse.num_cached_tokens) parts.push(`${reuse.num_cached_tokens} of ${count(reuse.num_prompt_tokens, "token")} reused`);
   if (reuse.saved_seconds > 0.0005) parts.push(`saved ${duration(reuse.saved_seconds)}`);

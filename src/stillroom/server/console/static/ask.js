@@ -178,7 +178,7 @@ class AnswerView {
       showSources(turn);
       byId("ask-status").textContent = `${count(turn.sources.length, "source")} found, generating the answer`;
     }
-    for (const name of ["citations", "highlight", "warnings"]) if (ours?.[name]) turn[name] = ours[name];
+    for (const name of ["citations", "highlight", "confidence", "warnings"]) if (ours?.[name]) turn[name] = ours[name];
     const choice = event.choices[0];
     if (choice?.delta.content) this.write(choice.delta.content);
     if (ours?.timing) {

@@ -118,6 +118,20 @@ function show() {
   const used = of('stillroom_kv_blocks{state="used"}');
   const total = of("stillroom_kv_blocks");
   const active = readings.map((reading) => reading.stillroom_active_requests ?? 0);
+  const kv = [
+    tile(
+      "Kept",
+      prompt ? percent(of("stillroom_cached_tokens_total") / prompt) : "\u2013",
+      "of prompt tokens since the start were reused",
+      ratios("stillroom_cached_tokens_total", "stillroom_prompt_tokens_total"),
+    ),
+    tile(
+      "KV memory",
+      percent(used / total),
+      `${used.toLocaleString("en")} of ${total.toLocaleString("en")} blocks in use`,
+      readings.map((reading) => reading['stillroom_kv_blocks{state="used"}'] ?? 0),
+    ),
+  ];
   byId("live").replaceChildren(
     tile(
       "First token",
@@ -137,18 +151,7 @@ function show() {
       `${of('stillroom_active_requests{state="waiting"}')} waiting, ${of("stillroom_requests_total")} answered`,
       active,
     ),
-    tile(
-      "Kept",
-      prompt ? percent(of("stillroom_cached_tokens_total") / prompt) : "\u2013",
-      "of prompt tokens since the start were reused",
-      ratios("stillroom_cached_tokens_total", "stillroom_prompt_tokens_total"),
-    ),
-    tile(
-      "KV memory",
-      total ? percent(used / total) : "\u2013",
-      total ? `${used.toLocaleString("en")} of ${total.toLocaleString("en")} blocks in use` : "no question yet",
-      readings.map((reading) => reading['stillroom_kv_blocks{state="used"}'] ?? 0),
-    ),
+    ...(total ? kv : []), // a reader keeps none
     tile(
       "Documents",
       of("stillroom_documents").toLocaleString("en"),

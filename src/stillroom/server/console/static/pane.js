@@ -21,12 +21,14 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !byId("reading").hidden && !document.querySelector("dialog[open]")) back();
 });
 
-/** Show the sources of an answer. */
+/** Show the sources of an answer, those that it cites first. */
 export function showSources(turn) {
   shown = turn;
   close();
+  const cited = new Set(citationsOf(turn).map((one) => one.source));
+  const sources = turn.sources.toSorted((a, b) => cited.has(b.position) - cited.has(a.position));
   byId("sources-title").textContent = abstains(turn) ? "Nearest passages" : "Sources";
-  byId("sources").replaceChildren(sourceList(turn.sources, { open: openSource, unfolded: abstains(turn) }));
+  byId("sources").replaceChildren(sourceList(sources, { open: openSource, unfolded: abstains(turn) }));
 }
 
 /** Show a text in place of the sources. */

@@ -18,7 +18,8 @@ export async function showRequests() {
     return;
   }
   const longest = Math.max(...found.map((one) => one.timing.total_seconds));
-  const columns = ["When", "Question", "Phases", "First token", "Total", "Kept"];
+  const keeps = found.some((one) => one.num_cached_tokens); // the reader keeps no KV
+  const columns = ["When", "Question", "Phases", "First token", "Total", ...(keeps ? ["Kept"] : [])];
   const map = await reuseMap(found); // before the list is shown, so that nothing moves under the pointer
   place.replaceChildren(
     ...(map ? [map] : []),
@@ -27,12 +28,12 @@ export async function showRequests() {
       { class: "rows wide" },
       el("caption", { class: "hidden", text: "Requests, latest first" }),
       el("thead", {}, el("tr", {}, ...columns.map((text) => el("th", { scope: "col", text })))),
-      el("tbody", {}, ...found.map((one) => row(one, longest))),
+      el("tbody", {}, ...found.map((one) => row(one, longest, keeps))),
     ),
   );
 }
 
-function row(one, longest) {
+function row(one, longest, keeps) {
   const phases = phaseBar(one.timing, "bar thin");
   phases.style.width = `${Math.max((100 * one.timing.total_seconds) / longest, 8)}%`;
   const kept = one.num_prompt_tokens ? percent(one.num_cached_tokens / one.num_prompt_tokens) : "";
@@ -49,7 +50,7 @@ function row(one, longest) {
     el("td", { class: "phases" }, phases),
     cell("First token", duration(one.timing.ttft_seconds)),
     cell("Total", duration(one.timing.total_seconds)),
-    cell("Kept", kept),
+    keeps ? cell("Kept", kept) : null,
   );
 }
 
