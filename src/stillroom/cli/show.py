@@ -65,7 +65,8 @@ def show(
     if content.notice:
         note(content.notice)
     if not paragraphs:
-        note("there is no text in these lines or pages")
+        size = f"; the document has {content.num_lines:,} lines" if content.num_lines else ""
+        note(f"there is no text in these lines or pages{size}. --context N shows the lines around them")
         return
     line(f"{short_path(content.document_id)}  {content.title}".rstrip())
     _Printer(content, lines if context else ALL).print(paragraphs)
