@@ -124,9 +124,9 @@ def _refusals(report: Mapping[str, Any] | None) -> Iterator[str]:
         yield "No threshold was chosen."
         return
     yield (
-        f"The threshold is {report['threshold']}, chosen on the first two sets, which weigh the same. Each question is "
+        f"The threshold is {report['threshold']}, chosen on these sets, which weigh the same. Each question is "
         f"read over {report['passages']} passages: the one that answers it and those that a search finds, and then "
-        "only the latter. Confidence is fitted on the same two sets; its error is the mean difference from the share "
+        "only the latter. Confidence is fitted on the same sets; its error is the mean difference from the share "
         "of right answers, with and without the passage."
     )
     yield ""
@@ -165,13 +165,15 @@ def _run(recipe: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str:
     steps = max(int(line.get("step", 0)) for line in log)
     losses = [line["loss"] for line in log if "loss" in line]
     loss = f" The loss of the last steps was {losses[-1]:.2f} nats per question." if losses else ""
+    notes = "".join(f" {line['note']}" for line in log if "note" in line)
     return (
         f"{steps:,} steps of {recipe['groups_per_step']} questions with one or two passages of at most "
         f"{recipe['max_tokens']} tokens, cut between sentences; all weights except the word embeddings. AdamW, "
         f"learning rate {recipe['learning_rate']}, linear to 0 over the last {recipe['decay_share']:.0%} of the steps, "
         f"dropout {recipe['dropout']}, seed {recipe['seed']}; technical questions {recipe['technical_weight']:g} times "
         "in an epoch. Starts and ends are normalised over all passages of a question and the choice of no answer "
-        f"(shared normalisation, Clark and Gardner 2018).{loss}"
+        f"(shared normalisation, Clark and Gardner 2018), and so are whole answers, whose start and end are "
+        f"joined by a product (Fajcik and others 2021).{loss}{notes}"
     )
 
 
@@ -188,7 +190,7 @@ def attribution(questions: Path) -> str:
         "|---|---|",
         *(f"| {source.credit} | [{source.licence}]({LINKS[source.licence]}) |" for source in PEOPLE),
         "",
-        "Technical questions were written for this project about excerpts of these works:",
+        "Technical questions were written for this project about excerpts of these works, and about texts of its own:",
         "",
         text[text.index("| source |") :].strip(),
     ]

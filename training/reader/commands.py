@@ -191,7 +191,6 @@ def threshold(  # noqa: PLR0913  options of a command
     outcomes = read_sets(reader, sets, passages)
     chosen = choose(outcomes, answered)
     write_scale(model, chosen)
-    outcomes |= read_sets(reader, {"xquad, not used for the choice": held_out.xquad(shared / XQUAD)}, passages)
     _write(out, report(outcomes, chosen, passages))
 
 

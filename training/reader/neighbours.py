@@ -152,7 +152,7 @@ def embedder(
         tokens = torch.tensor([one + [0] * (longest - len(one)) for one in ids])
         is_token = torch.tensor([[True] * len(one) + [False] * (longest - len(one)) for one in ids])
         with torch.inference_mode():
-            hidden = model.encode(tokens, torch.zeros_like(tokens), is_token) * is_token[:, :, None]
+            hidden = model.encode(tokens, torch.zeros_like(tokens), is_token).float() * is_token[:, :, None]
             found: NDArray[np.float32] = torch.nn.functional.normalize(hidden.sum(1), dim=-1).numpy()
         return found
 

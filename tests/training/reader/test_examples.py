@@ -147,6 +147,8 @@ def test_encoder_embeds_like_bert(bert: Path) -> None:
         with torch.inference_mode():
             mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy()
         assert np.allclose(vector, mean / np.linalg.norm(mean), atol=1e-4)
+    low = embedder(bert, SPEC, torch.bfloat16)(texts)
+    assert np.min(np.sum(low * vectors, axis=1)) > 0.99
 
 
 def test_random_draws_do_not_depend_on_the_global_generator(examples: ExampleSet) -> None:
