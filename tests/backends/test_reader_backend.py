@@ -156,6 +156,13 @@ def test_answers_are_the_same_whatever_is_read_together(reader: Reader) -> None:
     alone = [answer([prompt])[0] for prompt in prompts]
     assert answer(prompts) == alone
     assert answer(prompts[::-1] + prompts) == [*alone[::-1], *alone]
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert answer(prompts) == alone and torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_concurrent_questions_have_the_answers_of_lone_ones(stillroom: Stillroom) -> None:

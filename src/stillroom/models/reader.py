@@ -21,6 +21,7 @@ from stillroom.core.sentences import Span, sentence_at, sentences
 from stillroom.errors import ModelError
 from stillroom.models.checkpoint import read_json
 from stillroom.models.reader_model import ReaderModel, ReaderSpec, span_scores
+from stillroom.ops.side_by_side import side_by_side
 
 _CLS, _SEP = 101, 102
 _MAX_QUESTION, _MAX_HEADING, _MAX_ROW = 64, 48, 384
@@ -82,11 +83,22 @@ class Reader:
         passages = [passage for _, own in questions for passage in own]
         rows = [row for question, own in questions for row in self._rows(question, own)]
         readings: list[Reading | None] = [None] * len(rows)
-        for length, indexes in _batches([len(row.ids) if len(row.offsets) else 0 for row in rows]):
-            for index, logits in zip(indexes, self._logits([rows[index] for index in indexes], length), strict=True):
+        batches = list(_batches([len(row.ids) if len(row.offsets) else 0 for row in rows], self._num_parts()))
+
+        def compute(batch: tuple[int, list[int]]) -> list[NDArray[np.float32]]:
+            length, indexes = batch
+            return self._logits([rows[index] for index in indexes], length)
+
+        parts = side_by_side(compute, batches) if len(batches) > 1 and self._num_parts() > 1 else None
+        for position, found in parts or enumerate(map(compute, batches)):
+            for index, logits in zip(batches[position][1], found, strict=True):
                 readings[index] = best_reading(passages[index].text, rows[index].offsets, logits)
-        found = iter(readings)
-        return [[next(found) for _ in own] for _, own in questions]
+        in_order = iter(readings)
+        return [[next(in_order) for _ in own] for _, own in questions]
+
+    def _num_parts(self) -> int:
+        """Batches to compute at a time, each on one thread."""
+        return torch.get_num_threads() if self._device.type == "cpu" else 1
 
     def _rows(self, question: str, passages: Sequence[Passage]) -> "list[_Row]":
         asked = self._tokenizer.encode(question, add_special_tokens=False).ids[:_MAX_QUESTION]
@@ -146,16 +158,20 @@ def load_reader(folder: Path, embedder: Path, dtype: torch.dtype, device: torch.
     return Reader(model, tokenizer, dtype, device)
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Yield the length to pad to and the indexes of at most `_MAX_ROWS` rows that need it; rows of length 0 are left
-    out."""
+def _batches(lengths: Sequence[int], num_parts: int = 1) -> Iterator[tuple[int, list[int]]]:
+    """Yield the length to pad to and the indexes of rows that need it, longest first; rows of length 0 are left out.
+
+    Args:
+        num_parts: Batches hold at most this part of all rows, and `_MAX_ROWS`.
+    """
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         if length:
             by_length.setdefault(-(-length // _TOKEN_BLOCK) * _TOKEN_BLOCK, []).append(index)
-    for length, indexes in by_length.items():
-        for start in range(0, len(indexes), _MAX_ROWS):
-            yield length, indexes[start : start + _MAX_ROWS]
+    most = min(_MAX_ROWS, -(-len(lengths) // num_parts)) or 1
+    for length, indexes in sorted(by_length.items(), reverse=True):
+        for start in range(0, len(indexes), most):
+            yield length, indexes[start : start + most]
 
 
 @dataclass(frozen=True, slots=True)

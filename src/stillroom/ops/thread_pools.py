@@ -3,7 +3,7 @@
 Each thread that calls a parallel kernel gets an OpenMP pool that lives as long as the thread. When the threads of all
 pools outnumber the cores, they sleep while they wait instead of spinning, and a token takes three times as long
 (docs/log.md). So models are loaded in short-lived threads, and an embedder computes in single-threaded workers
-(`retrieval/side_by_side.py`).
+(`ops/side_by_side.py`).
 """
 
 import contextlib

@@ -133,7 +133,7 @@ class Embedder:
         self, model: "TextEncoder", kind: "Kind", compute: Callable[[list[int]], Vectors], batches: list[list[int]]
     ) -> Generator[tuple[int, Vectors], None, None]:
         """Compute batches of documents on a CPU in parallel, all other batches one at a time."""
-        from stillroom.retrieval.side_by_side import side_by_side
+        from stillroom.ops.side_by_side import side_by_side
 
         is_cpu = model.device_type == "cpu"
         if kind == "document" and is_cpu and len(batches) > 1:

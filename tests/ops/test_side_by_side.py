@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stillroom.retrieval.side_by_side import side_by_side
+from stillroom.ops.side_by_side import side_by_side
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """Runs independent pieces of tensor work in parallel, each on one thread.
 
-For the small batches of an embedder this is faster than one batch at a time on all threads, which wait for each other
-after every operation (docs/retrieval.md). Results are the same. The caller's thread computes nothing, so it gets no
-OpenMP team that would slow down the engine's (`ops/thread_pools.py`).
+For the small batches of an embedder and a reader this is faster than one batch at a time on all threads, which wait for
+each other after every operation (docs/retrieval.md). Results are the same. The caller's thread computes nothing, so it
+gets no OpenMP team that would slow down the engine's (`ops/thread_pools.py`).
 """
 
 from collections.abc import Callable, Generator, Sequence
