@@ -75,6 +75,8 @@ def test_an_item_of_a_short_list_is_shown_with_the_list_and_its_introduction() -
 
 def test_lines_that_are_no_sentence_stay_lines() -> None:
     text = "Run these two commands.\n\npip install stillroom\nstillroom serve"
+    calls = "first = open(name)\nsecond = ask(first)"
+    assert quoted(f"Call them so.\n\n{calls}", "second")[0] == calls
     assert quoted(text, "serve") == ("pip install stillroom\nstillroom serve", "serve")
 
 

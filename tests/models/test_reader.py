@@ -63,5 +63,11 @@ def test_questions_and_tables_of_contents_are_quoted_only_alone() -> None:
     outputs[:-4] = 9.0  # the words of the first two
     reading = best_reading(text, offsets, outputs)
     assert text[slice(*reading.sentence)] == lines[2]
-    first = len(lines[0].split())
-    assert text[slice(*best_reading(lines[0], offsets[:first], outputs[:first]).sentence)] == lines[0]
+    for echo in ("Q: The limit, in short", 'ask("Is the limit high")'):
+        text = f"{echo}\n\n{lines[2]}"
+        offsets = np.array([match.span() for match in re.finditer(r"\S+", text)])
+        reading = best_reading(text, offsets, outputs[: len(offsets)], "Is the limit high?")
+        assert text[slice(*reading.sentence)] == lines[2]
+    offsets = np.array([match.span() for match in re.finditer(r"\S+", lines[0])])
+    alone = best_reading(lines[0], offsets, outputs[: len(offsets)])
+    assert alone.sentence == (0, len(lines[0]))

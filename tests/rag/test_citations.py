@@ -140,6 +140,12 @@ def test_short_answer_is_quoted_with_its_sentence_where_the_question_is() -> Non
     assert (one.source, one.quote[:24], one.support) == (1, "The maximum request size", Support.SUPPORTED)
 
 
+def test_row_of_a_table_has_its_own_line() -> None:
+    rows = source(1, "item: Jug; price: 9\n\nitem: Pan; price: 20\n\nitem: Lid; price: 3", lines=(11, 13))
+    (one,) = cite("item: Pan; price: 20 [1]", [rows])
+    assert (one.start_line, one.end_line) == (12, 12)
+
+
 def test_lines_are_the_chunks_where_its_text_does_not_have_the_lines_of_the_file() -> None:
     joined = dataclasses.replace(LIMITS, end_line=19)
     [one] = cite("The maximum request size is 8 MiB.", (joined,))

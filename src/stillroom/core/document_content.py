@@ -46,12 +46,16 @@ class DocumentContent:
     has_page_images: bool = False
     """Whether its pages can be shown as pictures."""
 
-    def part(self, lines: Span = ALL, pages: Span = ALL) -> tuple[Paragraph, ...]:
+    def part(self, lines: tuple[int, int] = ALL, pages: tuple[int, int] = ALL) -> tuple[Paragraph, ...]:
         """Return the paragraphs that overlap these lines and pages, cut to the lines where the text keeps them.
+
+        Args:
+            lines, pages: The first and the last, from 1; (0, 0) are all.
 
         Raises:
             UsageError: The document has no lines or pages, or fewer than asked for.
         """
+        lines, pages = Span(*lines), Span(*pages)
         _check("line", lines, self.num_lines)
         _check("page", pages, self.num_pages)
         return tuple(

@@ -29,6 +29,11 @@ _TOKEN_BLOCK = 32
 _MAX_ROWS = 32
 """Rows computed at a time, which bounds the memory of activations."""
 MAX_ANSWER_TOKENS = 40
+_WORD = re.compile(r"\w+")
+_QUESTION_MARK = re.compile(r"\W*(?:Q|Question)\s*\d*(?:\.\d+)*\s*[:.)]")
+"""Before a question in lists of questions and answers."""
+_MIN_ECHO = 2
+"""Fewest blanks between the words of a question that a sentence may not repeat."""
 _LEADERS = re.compile(r"(?:\.[ \t]?){5,}[ \t]*\d*$")
 """Dots before a page number."""
 
@@ -81,6 +86,7 @@ class Reader:
     def read_several(self, questions: Sequence[tuple[str, Sequence[Passage]]]) -> list[list[Reading | None]]:
         """`read` for several questions at once, each with its own passages."""
         passages = [passage for _, own in questions for passage in own]
+        asked = [question for question, own in questions for _ in own]
         rows = [row for question, own in questions for row in self._rows(question, own)]
         readings: list[Reading | None] = [None] * len(rows)
         batches = list(_batches([len(row.ids) if len(row.offsets) else 0 for row in rows], self._num_parts()))
@@ -92,7 +98,7 @@ class Reader:
         parts = side_by_side(compute, batches) if len(batches) > 1 and self._num_parts() > 1 else None
         for position, found in parts or enumerate(map(compute, batches)):
             for index, logits in zip(batches[position][1], found, strict=True):
-                readings[index] = best_reading(passages[index].text, rows[index].offsets, logits)
+                readings[index] = best_reading(passages[index].text, rows[index].offsets, logits, asked[index])
         in_order = iter(readings)
         return [[next(in_order) for _ in own] for _, own in questions]
 
@@ -182,16 +188,23 @@ class _Row:
     offsets: NDArray[np.int64]
 
 
-def _states_nothing(text: str, sentence: Span) -> bool:
-    """Whether a sentence is a question, or a line of a table of contents."""
-    words = text[slice(*sentence)]
-    return words.rstrip("\"')]*_").endswith("?") or _LEADERS.search(words) is not None
+def _states_nothing(sentence: str, question: str) -> bool:
+    """Whether a sentence is a question, holds this one, or is a line of a table of contents."""
+    is_question = sentence.rstrip("\"')]*_").endswith("?") or _QUESTION_MARK.match(sentence) is not None
+    asked = _words(question)
+    is_echo = asked.count(" ") >= _MIN_ECHO and f" {asked} " in f" {_words(sentence)} "
+    return is_question or is_echo or _LEADERS.search(sentence) is not None
 
 
-def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.float32]) -> Reading:
+def _words(text: str) -> str:
+    return " ".join(_WORD.findall(text.lower()))
+
+
+def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.float32], question: str = "") -> Reading:
     """Choose the sentence with the highest sum of its answers' probabilities, and its best answer.
 
-    A question, or a line of a table of contents, is chosen only if there is nothing else: both repeat what is asked.
+    A question, a sentence that holds the one asked (an example of a call), or a line of a table of contents is chosen
+    only if there is nothing else: they repeat what is asked.
 
     Args:
         offsets: [tokens, 2], characters of each token in the text.
@@ -201,7 +214,7 @@ def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.floa
     owner = np.searchsorted([start for start, _ in spans], offsets[:, 0], side="right") - 1
     best_span, best_sum = (0, 0), -np.inf
     owners = np.unique(owner)
-    for sentence in [one for one in owners if not _states_nothing(text, spans[one])] or owners:
+    for sentence in [one for one in owners if not _states_nothing(text[slice(*spans[one])], question)] or owners:
         first, last = np.flatnonzero(owner == sentence)[[0, -1]]
         scores = span_scores(outputs[first : last + 1])
         length = np.arange(len(scores))[None, :] - np.arange(len(scores))[:, None]

@@ -167,9 +167,13 @@ def _lines(source: Source, span: Span) -> tuple[int, int]:
     """Return the quote's lines in the file, or the chunk's.
 
     A chunk's text is paragraphs joined by blank lines. It has the line ends of its file if it has as many as its range
-    of lines: loaders that join lines, and gaps of several blank lines, change the number.
+    of lines, or as many without the blank lines, as tables have: loaders that join lines, and gaps of several blank
+    lines, change the number.
     """
     text, first, last = source.text, source.start_line, source.end_line
-    if first == 0 or text.count("\n") != last - first:
+    num_ends = last - first
+    has_gaps = text.count("\n\n") == num_ends and text.count("\n") == 2 * num_ends
+    line_end = "\n\n" if has_gaps else "\n"
+    if first == 0 or text.count(line_end) != num_ends:
         return first, last
-    return first + text.count("\n", 0, span[0]), first + text.count("\n", 0, span[1])
+    return first + text.count(line_end, 0, span[0]), first + text.count(line_end, 0, span[1])

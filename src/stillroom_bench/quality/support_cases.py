@@ -93,7 +93,8 @@ def read_cases(folder: Path, *, is_test: bool, limit: int, seed: int) -> list[Su
         UsageError: the folder does not hold the data set, or too little of it.
     """
     try:
-        passages, questions = _rows(folder / "passages.jsonl"), _rows(folder / "questions.jsonl")
+        passages = _rows(folder / "passages.jsonl", ("_id", "title", "text"))
+        questions = _rows(folder / "questions.jsonl", ("passage", "question", "answers"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--data {folder}: {error}; give a folder with passages.jsonl and questions.jsonl") from None
     kept = {
@@ -110,8 +111,11 @@ def read_cases(folder: Path, *, is_test: bool, limit: int, seed: int) -> list[Su
     return [*true, *false]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+def _rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    if not all(isinstance(row, dict) and row.keys() >= set(fields) for row in rows):
+        raise ValueError(f"a line of {path.name} lacks one of the fields {', '.join(fields)}")
+    return rows
 
 
 def _cases_of(

@@ -19,7 +19,7 @@ _MIN_WORDS = 3
 _MAX_AROUND, _MAX_LIST = 300, 400
 """Most characters of the lines around a fragment, and of the list or code after a colon."""
 
-_SENTENCE_ENDS = frozenset(".!?:;)\"'*_`\u201d\u2019")
+_SENTENCE_END = re.compile(r"[.!?:;][\"')\]*_`\u201d\u2019]*$")
 _BREAK_IN_SENTENCE = re.compile(r"[ \t]*[\r\n]\s*")
 _MARKER = re.compile(r"[ \t]*(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]+)+")
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
@@ -88,7 +88,7 @@ def quote(text: str, span: Span, sentence: Span) -> tuple[str, Span]:
         start = marker.end()
     if _num_words(text, start, end) < _MIN_WORDS or _is_in_fence(text[:start]):
         return _as_lines(text, _lines_around(text, start, end), span)
-    if text[end - 1] not in _SENTENCE_ENDS and "\n" in text[start:end]:
+    if "\n" in text[start:end] and not _SENTENCE_END.search(text[start:end]):
         return _as_lines(text, (start, end), span)  # commands, addresses, verse
     shown = _on_one_line(text[start:end])
     highlight = len(_on_one_line(text[start : span[0]])), len(_on_one_line(text[start : span[1]]))

@@ -31,8 +31,8 @@ async function route({ moves = true } = {}) {
     else link.removeAttribute("aria-current");
   }
   document.title = name === "ask" ? "Stillroom" : `${byId(`${name}-title`).textContent} \u2013 Stillroom`;
-  if (moves) byId("main").focus({ preventScroll: true });
-  else if (name === "ask") byId("question").focus();
+  if (name === "ask" && !rest[0]) byId("question").focus({ preventScroll: true });
+  else if (moves) byId("main").focus({ preventScroll: true });
   try {
     await VIEWS[name](...rest);
   } catch (error) {

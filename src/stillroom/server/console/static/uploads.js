@@ -6,9 +6,11 @@ import { count, percent, size } from "./format.js";
 
 let running = null;
 
+addEventListener("beforeunload", (event) => running && event.preventDefault()); // leaving cancels the upload
+
 /** The field for files. `changed()` shows the documents again and is awaited. */
 export function uploader(changed) {
-  const input = el("input", { type: "file", id: "files", multiple: "", onchange: () => send([...input.files], changed) });
+  const input = el("input", { type: "file", id: "files", multiple: "", disabled: running !== null, onchange: () => send([...input.files], changed) });
   const zone = el(
     "div",
     { class: "uploader" },
@@ -17,7 +19,7 @@ export function uploader(changed) {
     el("p", { class: "hint", text: "Or drop files here. Uploading a file again replaces its documents." }),
     el(
       "div",
-      { class: "ask-row", id: "upload-running", hidden: "" },
+      { class: "ask-row", id: "upload-running", hidden: running === null },
       el("progress", { id: "upload-progress", max: "1", value: "0", "aria-label": "Upload" }),
       el("button", { type: "button", class: "quiet", id: "upload-cancel", text: "Cancel", onclick: () => running?.abort() }),
     ),
