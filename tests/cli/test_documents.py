@@ -107,17 +107,20 @@ def test_add_as_json(run: Run, stillroom: EditableStillroom) -> None:
         "num_chunks": 57,
         "seconds": 4.2,
         "failures": [{"path": "/x/bad.html", "reason": "it is not UTF-8"}],
-        "skipped": {"hidden": 0, "ignored": 0, "other": 0},
+        "skipped": {"hidden": 0, "ignored": 0, "other": 0, "other_files": []},
     }
     assert not stillroom.reports_progress
 
 
 def test_add_reports_skipped_files(run: Run, stillroom: EditableStillroom) -> None:
-    stillroom.skipped = Skipped(num_hidden=2, num_other=1000)
+    stillroom.skipped = Skipped(num_hidden=2, num_other=1000, others=[Path("/x/a.FAQ"), Path("/x/b\x1b[1m.dat")])
 
     result = run("add", "docs", "--exclude", "drafts/", "--exclude", "*.csv")
 
-    assert result.err == "skipped: 2 hidden, 1,000 of an unsupported format\n"
+    skipped, hint = result.err.splitlines()
+    assert skipped == "skipped: 2 hidden, 1,000 of an unsupported format"
+    assert hint.startswith("  /x/a.FAQ, /x/b") and "\x1b" not in hint and hint.endswith("whatever its format")
+    assert "..." in hint
     assert stillroom.exclude == ["drafts/", "*.csv"]
 
 

@@ -181,6 +181,10 @@ def _note_skipped(report: "AddReport") -> None:
     )
     if any(number for number, _ in parts):
         note("skipped: " + ", ".join(f"{number:,} {what}" for number, what in parts if number))
+    if skipped.others:
+        names = ", ".join(short_path(str(path)) for path in skipped.others)
+        more = ", ..." if skipped.num_other > len(skipped.others) else ""
+        note(f"  {names}{more}: name a text file to add it whatever its format")
 
 
 def _metadata(pairs: list[str]) -> dict[str, object]:
@@ -208,5 +212,10 @@ def _payload(report: "AddReport") -> dict[str, object]:
         "num_chunks": report.num_chunks,
         "seconds": report.seconds,
         "failures": [{"path": str(path), "reason": reason} for path, reason in report.failures],
-        "skipped": {"hidden": skipped.num_hidden, "ignored": skipped.num_ignored, "other": skipped.num_other},
+        "skipped": {
+            "hidden": skipped.num_hidden,
+            "ignored": skipped.num_ignored,
+            "other": skipped.num_other,
+            "other_files": [str(path) for path in skipped.others],
+        },
     }

@@ -45,6 +45,7 @@ def test_folder_walk_is_sorted_and_skips_hidden_and_unknown_files(tmp_path: Path
     assert found(tmp_path) == ["README", "a.txt", "b.md", "old.doc", "sub/c.rst", "sub/page.HTML"]
     assert seen.folders == (tmp_path,)
     assert (seen.skipped.num_hidden, seen.skipped.num_ignored, seen.skipped.num_other) == (3, 1, 2)
+    assert len(seen.skipped.others) == 2 and all(path.is_relative_to(tmp_path) for path in seen.skipped.others)
 
 
 def test_only_jsonl_files_with_texts_are_documents_in_a_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from stillroom.retrieval.intake.ignoring import IgnoreRules
 from stillroom.retrieval.loaders.formats import UNSUPPORTED, format_of, is_jsonl
 from stillroom.retrieval.loaders.jsonl import looks_like_corpus
 
+_MAX_OTHERS = 10
 _SKIPPED_FOLDERS = frozenset({"node_modules", "__pycache__"})
 
 
@@ -25,7 +26,9 @@ class Skipped:
     num_ignored: int = 0
     """Skipped by .gitignore, .stillroomignore or --exclude, `node_modules`, `__pycache__` and knowledge bases."""
     num_other: int = 0
-    """Files without a loader."""
+    """Files of folders without a loader; read as text if they are named."""
+    others: list[Path] = field(default_factory=list)
+    """The first ten of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ class _Walk:
             self.skipped.num_ignored += 1
         elif not self._is_document(path):
             self.skipped.num_other += 1
+            if len(self.skipped.others) < _MAX_OTHERS:
+                self.skipped.others.append(path)
         else:
             return True
         return False
