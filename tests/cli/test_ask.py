@@ -48,6 +48,12 @@ def test_a_quote_that_is_the_whole_answer_is_printed_once(run: Run, opened: Open
     )
 
 
+def test_confidence_of_a_reader_is_printed(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+    fake.confidence = 0.228
+
+    assert "\nConfidence: 0.23\nTiming: " in run("ask", QUESTION).out
+
+
 def test_citations_are_printed_with_place_quote_and_mark(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     fake.citations = (
         _citation(1, Support.SUPPORTED, "How Do\nI see keys.", (0, 3)),

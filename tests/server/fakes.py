@@ -84,6 +84,7 @@ class FakeStream:
             num_generated_tokens=len(self._words),
             logprobs=tuple(self._scores) or None,
             citations=self._stillroom.citations,
+            confidence=self._stillroom.confidence,
         )
 
     def take_logprobs(self) -> list[TokenScore]:
@@ -175,6 +176,7 @@ class FakeStillroom:
         self.model_name = "fake-model"
         self.num_blocks = NUM_BLOCKS
         self.warnings: tuple[str, ...] = ()
+        self.confidence: float | None = None
         self.list_figures: ListFigures | None = None
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.uploads = FakeUploads(self)

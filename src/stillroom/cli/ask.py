@@ -214,6 +214,8 @@ def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _S
     if not style.is_quiet:
         show_citations(stream.answer)
         show_sources(stream.answer)
+        if stream.answer.confidence is not None:
+            line(f"Confidence: {stream.answer.confidence:.2f}")
         line(_costs(stream.answer))
         if style.is_series:
             line()
