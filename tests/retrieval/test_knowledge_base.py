@@ -77,7 +77,7 @@ def test_sparse_search_loads_no_model(
     tmp_path: Path, three: Path, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_kb().add([three])
-    monkeypatch.setattr("sentence_transformers.SentenceTransformer", None)  # loading fails
+    monkeypatch.setattr("stillroom.retrieval.text_encoders.load_text_encoder", None)  # loading fails
     with KnowledgeBase.open(tmp_path / "kb", UNSHARED) as kb:
         assert first_name(kb.search("rotate keys", mode="sparse")) == "keys.md"
         with pytest.raises(TypeError):
@@ -109,7 +109,7 @@ def test_add_of_unchanged_files_does_not_load_the_model(
     tmp_path: Path, three: Path, open_kb: OpenKb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_kb().add([three])
-    monkeypatch.setattr("sentence_transformers.SentenceTransformer", None)  # loading fails
+    monkeypatch.setattr("stillroom.retrieval.text_encoders.load_text_encoder", None)  # loading fails
     with KnowledgeBase.open(tmp_path / "kb", UNSHARED) as kb:
         assert kb.add([three]).num_unchanged == 3
 
