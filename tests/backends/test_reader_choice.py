@@ -69,6 +69,7 @@ def test_an_item_of_a_short_list_is_shown_with_the_list_and_its_introduction() -
     shown, highlight = quoted(text, "a signed form")
     assert shown == "To renew a card, bring:\n" + items.rstrip() and highlight == "a signed form"
     assert quoted(text, "a passport") == (shown, "a passport")
+    assert quoted(text, "two photographs") == (shown, "two photographs")
     assert quoted(text, "noon")[0] == "The office closes at noon."
     assert quoted("Bring:\n" + "- one more form\n" * 40, "one more")[0] == "one more form", "the list is too long"
 

@@ -65,8 +65,8 @@ def show(
     if content.notice:
         note(content.notice)
     if not paragraphs:
-        size = f"; the document has {content.num_lines:,} lines" if content.num_lines else ""
-        note(f"there is no text in these lines or pages{size}. --context N shows the lines around them")
+        hint = f"; the last line is {content.num_lines:,}, and --context N shows more" if content.num_lines else ""
+        note(f"there is no text in these lines or pages{hint}")
         return
     line(f"{short_path(content.document_id)}  {content.title}".rstrip())
     _Printer(content, lines if context else ALL).print(paragraphs)

@@ -188,10 +188,9 @@ class _Row:
     offsets: NDArray[np.int64]
 
 
-def _states_nothing(sentence: str, question: str) -> bool:
-    """Whether a sentence is a question, holds this one, or is a line of a table of contents."""
+def _states_nothing(sentence: str, asked: str) -> bool:
+    """Whether a sentence is a question, holds the words of the one asked, or is a line of a table of contents."""
     is_question = sentence.rstrip("\"')]*_").endswith("?") or _QUESTION_MARK.match(sentence) is not None
-    asked = _words(question)
     is_echo = asked.count(" ") >= _MIN_ECHO and f" {asked} " in f" {_words(sentence)} "
     return is_question or is_echo or _LEADERS.search(sentence) is not None
 
@@ -210,11 +209,11 @@ def best_reading(text: str, offsets: NDArray[np.int64], outputs: NDArray[np.floa
         offsets: [tokens, 2], characters of each token in the text.
         outputs: of the model, [tokens, 2 + 2 * pair_size].
     """
-    spans = sentences(text)
+    spans, asked = sentences(text), _words(question)
     owner = np.searchsorted([start for start, _ in spans], offsets[:, 0], side="right") - 1
     best_span, best_sum = (0, 0), -np.inf
     owners = np.unique(owner)
-    for sentence in [one for one in owners if not _states_nothing(text[slice(*spans[one])], question)] or owners:
+    for sentence in [one for one in owners if not _states_nothing(text[slice(*spans[one])], asked)] or owners:
         first, last = np.flatnonzero(owner == sentence)[[0, -1]]
         scores = span_scores(outputs[first : last + 1])
         length = np.arange(len(scores))[None, :] - np.arange(len(scores))[:, None]

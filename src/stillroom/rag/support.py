@@ -145,7 +145,7 @@ def best_quote(text: str, terms: Terms, sources: Mapping[int, SourceText], asked
 def is_limited(terms: Terms, sources: Sequence[SourceText]) -> bool:
     """Return whether a sentence has a number or a code name that no source holds."""
     wanted = terms.numbers | terms.codes
-    return not wanted <= set().union(*(source.terms.words for source in sources)) if wanted else False
+    return bool(wanted) and not wanted <= set().union(*(source.terms.words for source in sources))
 
 
 def verbatim(sentence: str, source: str) -> list[Span]:

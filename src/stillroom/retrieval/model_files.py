@@ -89,6 +89,7 @@ class ModelFiles:
             not any(prompts.values())
             and pools == ["pooling_mode_mean_tokens"]
             and wanted.items() <= self.config.items()
+            and self.config.keys() >= _BERT_SIZES
             and self.config.get("position_embedding_type", "absolute") == "absolute"
             and all((self.folder / name).is_file() for name in ("model.safetensors", "tokenizer.json"))
         )
@@ -112,6 +113,10 @@ class ModelFiles:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+_BERT_SIZES = frozenset(
+    {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
+    | {"max_position_embeddings", "type_vocab_size", "layer_norm_eps"}
+)
 _CONFIG_FILES = frozenset(
     {"config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json"}
 )

@@ -24,7 +24,7 @@ _BREAK_IN_SENTENCE = re.compile(r"[ \t]*[\r\n]\s*")
 _MARKER = re.compile(r"[ \t]*(?:(?:[-*+>\u2022]|#{1,6}|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]+)+")
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
 _BULLET = re.compile(r"[ \t]*(?:[-*+\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]")
-_ITEM = re.compile(r"[ \t]*(?:[-*+|\u2022]|\(?\d{1,3}[.)]|\(?[a-z][.)])[ \t]|[ \t]*\||[ ]{4,}\S|\t")
+_ITEM = re.compile(rf"{_BULLET.pattern}|[ \t]*\||[ ]{{4,}}\S|\t")
 _GAP = re.compile(r"[ \t]*\n(?:[ \t]*\n)?")
 
 
@@ -104,10 +104,10 @@ def _list_of_item(text: str, start: int, end: int) -> tuple[Span, Span] | None:
     first = max(index for index, line in enumerate(lines) if line[0] <= start)
     if not _BULLET.match(text, *lines[first]):
         return None
-    while first > 0 and (_BULLET.match(text, *lines[first]) or not text[slice(*lines[first])].strip()):
-        first -= 1
+    while first > 0 and (_BULLET.match(text, *lines[first]) or not text[slice(*lines[first])][:1].strip()):
+        first -= 1  # an item, a line that continues one, or a blank line
     intro_end = lines[first][0] + len(text[slice(*lines[first])].rstrip())
-    if not text[lines[first][0] : intro_end].endswith(":") or intro_end - start > _MAX_LIST:
+    if not text[lines[first][0] : intro_end].endswith(":"):
         return None
     intro = sentence_at(sentences(text[:intro_end]), intro_end - 1, intro_end)
     block = _block_after(text, intro_end)
