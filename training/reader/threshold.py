@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
 
 from stillroom.backends.reader.choose import ScoreScale
 from stillroom.models.reader import Reader
 from training.reader.evaluate import figure, holds_answer
 from training.reader.held_out import HeldOutQuestion
 
-_NUM_NEWTON_STEPS, _PRIOR = 100, 1e-3
+_PRIOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +83,18 @@ def _threshold(sets: Sequence[Sequence[Outcome]], answered: float) -> float:
 
 
 def _curve(sets: Sequence[Sequence[Outcome]]) -> tuple[float, float]:
-    """Fit slope and bias of the log odds by Newton's method. A weak prior bounds them where scores separate all."""
+    """Fit slope and bias of the log odds. A weak prior bounds them where scores separate all."""
     scores = np.array([score for found in sets for one in found for score in (one.present, one.absent)])
     is_right = np.array([right for found in sets for one in found for right in (one.is_right, False)], float)
     weights = np.array([1 / len(found) for found in sets for _ in range(2 * len(found))]) / len(sets)
     inputs = np.stack([scores, np.ones_like(scores)], axis=1)
-    found = np.zeros(2)
-    for _ in range(_NUM_NEWTON_STEPS):
-        likely = 1 / (1 + np.exp(-np.clip(inputs @ found, -30, 30)))
-        gradient = inputs.T @ (weights * (likely - is_right)) + _PRIOR * found
-        curvature = (inputs * (weights * likely * (1 - likely))[:, None]).T @ inputs + _PRIOR * np.eye(2)
-        step = np.linalg.solve(curvature, gradient)
-        found -= step / max(1.0, float(np.abs(step).max()))
-    return float(found[0]), float(found[1])
+
+    def loss(line: NDArray[np.float64]) -> float:
+        odds = inputs @ line
+        return float(weights @ (np.logaddexp(0, odds) - is_right * odds) + _PRIOR / 2 * line @ line)
+
+    slope, bias = minimize(loss, np.zeros(2)).x
+    return float(slope), float(bias)
 
 
 def calibration_error(outcomes: Sequence[Outcome], scale: ScoreScale) -> float:

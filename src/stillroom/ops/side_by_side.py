@@ -26,7 +26,7 @@ def side_by_side(
     if num_threads == 1 or not pieces:
         yield from ((position, compute(piece)) for position, piece in enumerate(pieces))
         return
-    pool = ThreadPoolExecutor(min(num_threads, len(pieces)), "stillroom-embed", initializer=_keep_to_one_thread)
+    pool = ThreadPoolExecutor(min(num_threads, len(pieces)), "stillroom-side-by-side", initializer=_keep_to_one_thread)
     try:
         futures = {pool.submit(compute, piece): position for position, piece in enumerate(pieces)}
         for future in as_completed(futures):

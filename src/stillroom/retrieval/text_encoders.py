@@ -1,7 +1,7 @@
 """Models that embed texts: our BERT encoder where the folder holds such a model, sentence-transformers for all others.
 
-Both give the same vectors, up to rounding. Importing sentence-transformers takes some four seconds, which is most of
-the time that `stillroom ask` takes.
+Both give the same vectors, up to rounding. Importing sentence-transformers takes some four seconds of a processor, more
+than all the rest of `stillroom ask`.
 """
 
 import warnings

@@ -32,7 +32,7 @@ from stillroom.server.limits.workers import Workers
 from stillroom.server.privacy import without_folders
 from stillroom.server.routes.content_page import SECURITY_HEADERS, content_page
 from stillroom.server.routes.document_replies import document_json
-from stillroom.server.schemas.replies import DocumentText
+from stillroom.server.schemas.documents import DocumentText
 from stillroom.server.schemas.requests import ContentQuery
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from stillroom.rag.as_json import document_fields, place_as_json
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.error_replies import error_body
 from stillroom.server.privacy import without_folders
-from stillroom.server.schemas.replies import (
+from stillroom.server.schemas.documents import (
     DocumentChunk,
     DocumentObject,
     DocumentWithChunks,
-    ErrorDetail,
     UploadedFile,
     UploadReply,
 )
+from stillroom.server.schemas.replies import ErrorDetail
 
 if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom

@@ -32,7 +32,7 @@ from stillroom.server.routes.document_replies import document_json, document_obj
 from stillroom.server.routes.jobs import MAX_WAIT_S, Job, Jobs, UploadProgress, wait_of
 from stillroom.server.routes.upload_body import FORMS, Upload, read_upload, size_of
 from stillroom.server.routes.upload_queue import QueuedChange, UploadQueue
-from stillroom.server.schemas.replies import (
+from stillroom.server.schemas.documents import (
     DocumentDeleted,
     DocumentJob,
     DocumentJobList,

@@ -14,7 +14,8 @@ from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.server.error_replies import Refused, describe
 from stillroom.server.routes.upload_queue import QueuedChange
-from stillroom.server.schemas.replies import DocumentJob, ErrorDetail, JobProgress, UploadReply
+from stillroom.server.schemas.documents import DocumentJob, JobProgress, UploadReply
+from stillroom.server.schemas.replies import ErrorDetail
 
 _MAX_FINISHED = 32
 """Finished jobs of one tenant that are kept."""
