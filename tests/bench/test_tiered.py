@@ -9,6 +9,7 @@ from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_throughput import SKEWS, run_tiered
 
 
+@pytest.mark.slow  # measures twelve arms
 def test_every_arm_is_measured(tmp_path: Path) -> None:
     scope = TieredOptions(size=8000, nlist=64, nprobe=2, shares=(0.25,), batch_sizes=(1, 4), num_batches=2, repeat=2)
     result = run_tiered(scope, tmp_path)

@@ -66,6 +66,7 @@ def test_tighter_target_needs_at_least_as_many_lists_in_ram(profile: SearchProfi
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
 
 
+@pytest.mark.slow  # measures a machine first
 @pytest.mark.parametrize("dispatches", [True, False])
 def test_waiting_requests_are_searched_as_one_batch(
     questions: SkewedQuestions, tmp_path: Path, dispatches: bool

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_drift import DriftOptions, run_drift
 
 
+@pytest.mark.slow  # 2,300 batches of searches
 def test_exchanging_lists_recovers_the_hit_rate_and_the_initial_choice_does_not(tmp_path: Path) -> None:
     scope = TieredOptions(size=8000, nlist=64, nprobe=2, repeat=1)
     drift = DriftOptions(num_before=256, num_after=2048, window=64, drop_every=64, half_lives=(50.0,))

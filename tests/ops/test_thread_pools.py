@@ -36,6 +36,7 @@ def test_short_lived_thread_leaves_no_thread_pool() -> None:
         run_in_short_lived_thread(lambda: 1 // 0)
 
 
+@pytest.mark.slow  # loads models in another process
 @pytest.mark.skipif(torch.get_num_threads() > 1, reason="the tests that need two threads run by themselves")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="no second core")
 def test_tests_that_count_threads_pass_with_two() -> None:
