@@ -14,6 +14,7 @@ MECHANISMS = (
     "knowledge-tree",
     "kv-records",
     "chunk-reuse",
+    "prepared",
     "pipelining",
     "planning",
 )

@@ -41,6 +41,10 @@ class FakeCorpus:
         self.num_asked += 1
         return self.documents & set(chunk_ids)
 
+    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """Each document is one chunk."""
+        return dict.fromkeys(chunk_ids, ())
+
     def remove(self, document: int) -> None:
         self.documents.remove(ChunkId(document))
         self.num_changes += 1

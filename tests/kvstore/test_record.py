@@ -126,7 +126,7 @@ def test_the_defect_is_the_first_that_is_found() -> None:
     assert defect_of(data[:-1], node) is Defect.SIZE
     assert defect_of(file_of(record(2), content), node) is Defect.IDENTITY
     assert defect_of(file_of(node, content, OTHER_MODEL), node) is Defect.MODEL
-    assert defect_of(data[:8] + b"\x04" + data[9:], node) is Defect.VERSION, "the previous version"
+    assert defect_of(data[:8] + b"\x05" + data[9:], node) is Defect.VERSION, "the previous version"
     assert defect_of(data[:PAGE_SIZE] + payload(2, 100), node) is Defect.CHECKSUM
 
 
@@ -145,6 +145,6 @@ def test_the_docs_page_lists_the_offsets_of_the_format() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "kv-records.md").read_text()
     rows = [(int(offset), int(size)) for offset, size in re.findall(r"^\| (\d+) \| (\d+) \|", page, re.MULTILINE)]
     ends = [offset + size for offset, size in rows]
-    assert [0, *ends] == [*(offset for offset, _ in rows), 216]
-    size = header_size_of(replace(record(1), notes=bytes(PAGE_SIZE - 16 - 216)))
-    assert size == PAGE_SIZE < header_size_of(replace(record(1), notes=bytes(PAGE_SIZE - 16 - 215)))
+    assert [0, *ends] == [*(offset for offset, _ in rows), 218]
+    size = header_size_of(replace(record(1), notes=bytes(PAGE_SIZE - 16 - 218)))
+    assert size == PAGE_SIZE < header_size_of(replace(record(1), notes=bytes(PAGE_SIZE - 16 - 217)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import Tier
 from stillroom.engine.audit import Audit, AuditStats
@@ -79,6 +79,9 @@ class KVCache:
             catalogue.KV_RECOMPUTED: stats.cheaper,
             catalogue.KV_PLACED: _labelled(stats.placed),
             catalogue.KV_PLACED_TOKENS: stats.placed_tokens,
+            catalogue.KV_PREPARED_TOKENS: stats.prepared_tokens,
+            catalogue.PREPARED: stats.prepared,
+            catalogue.KV_UNUSED_BYTES: {tier.label: tree.num_unused_bytes(tier) for tier in Tier},
             catalogue.KV_REPAIRED_TOKENS: stats.recomputed_tokens,
             catalogue.KV_PLACED_OVERLAP: stats.placed_overlap,
             catalogue.KV_PLACED_OVERHEAD: stats.placed_overhead,
@@ -163,6 +166,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
     folder: Path | None,
     clock: Clock,
     inv_freq_LP: torch.Tensor | None = None,
+    prepare: PrepareConfig | None = None,
 ) -> KVCache:
     """Build the cache, with the KV that is on disk.
 
@@ -171,6 +175,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
         profile: None disables reuse.
         folder: for KV on disk; None stores none.
         inv_freq_LP: of the decoder; needed for reuse at any position.
+        prepare: budgets of prepared KV; None takes the defaults.
     """
     if not config.keeps_kv or profile is None:
         return KVCache(KVCacheManager(pool), device)
@@ -188,6 +193,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
         device.shape.bytes_per_token,
         has_disk=disk is not None,
         is_disk_read_only=disk is not None and not disk.is_writer,
+        prepare=prepare,
     )
     tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic)
     if disk is not None:
@@ -197,9 +203,17 @@ def build_cache(  # noqa: PLR0913  the parts, once
 
 
 def tree_options(
-    config: ReuseConfig, bytes_per_token: int, *, has_disk: bool = True, is_disk_read_only: bool = False
+    config: ReuseConfig,
+    bytes_per_token: int,
+    *,
+    has_disk: bool = True,
+    is_disk_read_only: bool = False,
+    prepare: PrepareConfig | None = None,
 ) -> TreeOptions:
+    budgets = prepare or PrepareConfig()
     return TreeOptions(
+        unused_host_bytes=budgets.host_bytes,
+        unused_disk_bytes=budgets.disk_bytes,
         host_bytes=config.host_bytes,
         disk_bytes=config.disk_bytes if has_disk else 0,
         is_disk_read_only=is_disk_read_only,
@@ -216,11 +230,13 @@ def reuse_of(tree: KnowledgeTree, config: ReuseConfig, fingerprint: bytes) -> Re
     """Reuse options of the manager, as configured."""
     keys = PrefixKeys(fingerprint, config.tail_blocks * tree.pool.block_size)
     anywhere = anywhere_options(config) if config.allows_any_position else None
-    sample_every = 0 if anywhere is None else mass_sample_every(anywhere)
+    sample_every = 0 if anywhere is None or anywhere.only_prepared else mass_sample_every(anywhere)
     return Reuse(tree, keys, config.load == "always", anywhere, sample_every)
 
 
 def anywhere_options(config: ReuseConfig) -> AnywhereOptions:
+    if config.mode == "prepared":
+        return AnywhereOptions(0.0, "first", only_prepared=True)
     alpha = config.alpha if config.recompute_budget == "cfo" else None
     return AnywhereOptions(config.recompute_ratio, config.token_selector, alpha, config.focus_window)
 

@@ -6,7 +6,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.core.document import Chunk
@@ -19,6 +19,9 @@ from stillroom.engine.openai_protocol import RemotePrompt
 from stillroom.engine.reader_engine import ReaderPrompt
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
+
+if TYPE_CHECKING:  # it imports torch
+    from stillroom.backends.document_windows import DocumentWindows
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,11 @@ class Backend(Protocol):
         Returns:
             The fingerprint of the model whose records on disk are handled here; None if there are none.
         """
+        ...
+
+    @property
+    def document_windows(self) -> "DocumentWindows | None":
+        """Prepares documents' KV; None if none is kept: by the reader, by a server elsewhere, and without reuse."""
         ...
 
     def readings(self) -> Readings:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from stillroom.backends.calibration import (
     sequence_seconds,
 )
 from stillroom.backends.conversation import NO_HISTORY, History
+from stillroom.backends.document_windows import DocumentWindows
 from stillroom.backends.num_threads import tune_threads
 from stillroom.backends.placement_check import check_placement
 from stillroom.backends.prompt_builder import PromptBuilder, ask_for_citations, format_for, raw_tokens
 from stillroom.config.places import cache_root
-from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
@@ -38,6 +39,7 @@ from stillroom.engine.audit import Audit
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener
+from stillroom.engine.preparation import Preparation
 from stillroom.errors import ModelError, UsageError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.cost_model import CostProfile
@@ -75,6 +77,7 @@ class LocalBackend:
     """Whether the model has an embedding for every token of its tokenizer."""
     asks_for_citations: bool = False
     """Whether answers shall name their sources as `[n]`, and no others (`generation.ask_for_citations`)."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
     @property
     def name(self) -> str:
@@ -106,6 +109,15 @@ class LocalBackend:
     @property
     def may_speculate(self) -> bool:
         return True
+
+    @property
+    def document_windows(self) -> DocumentWindows | None:
+        if self.cache.tree is None:
+            return None
+        pool = self.cache.manager.pool
+        # half of the pool: a chunk may leave a part of its last block empty
+        most = min(self.max_model_len, pool.num_blocks * pool.block_size // 2)
+        return DocumentWindows(self.engine, self.cache, self.prompts, self.prepare, most, self.salt)
 
     def prepare_prompt(
         self,
@@ -247,6 +259,7 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
         constraints,
         knows_all_tokens=knows_all,
         asks_for_citations=config.generation.ask_for_citations,
+        prepare=config.prepare,
     )
 
 
@@ -261,6 +274,7 @@ def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tup
         fingerprint=model.fingerprint,
         kv_folder=None if kb_folder is None else kb_folder / KV_FOLDER,
         tunes_threads=True,
+        prepare=config.prepare,
     )
     return model, engine, cache, torch.get_num_threads()
 
@@ -326,6 +340,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     profile: CostProfile | None = None,
     kv_folder: Path | None = None,
     tunes_threads: bool = False,
+    prepare: PrepareConfig | None = None,
 ) -> tuple[Engine, KVCache]:
     """Build scheduler, KV cache and runner for a decoder; starts no thread. Raises as `build_backend`.
 
@@ -334,7 +349,9 @@ def build_engine(  # noqa: PLR0913  the parts, once
         fingerprint: of the model; names its KV on disk.
         profile: costs of computing and loading; None takes the saved one, or measures for about a second.
         tunes_threads: set the number of threads of the process: the configured one, or the fastest.
+        prepare: how documents are prepared; None takes the defaults.
     """
+    prepare = prepare or PrepareConfig()
     pool, device = build_device(decoder, config)
     runner = TorchRunner(decoder, device)
     limits = _limits(decoder, config, reuse)
@@ -359,10 +376,13 @@ def build_engine(  # noqa: PLR0913  the parts, once
         folder=kv_folder,
         clock=clock,
         inv_freq_LP=inv_freq_LP,
+        prepare=prepare,
     )
+    if profile is not None:
+        limits = replace(limits, preparing_tokens=_tokens_within(profile, prepare.step_ms / 1000, limits))
     audit = None
     anywhere = cache.manager.reuse.anywhere if cache.manager.reuse else None
-    if anywhere is not None and reuse.audit_share:
+    if anywhere is not None and reuse.audit_share and not anywhere.only_prepared:
         audit = Audit(
             anywhere,
             cache.manager.allow_anywhere,
@@ -371,8 +391,16 @@ def build_engine(  # noqa: PLR0913  the parts, once
             randomness=random.Random(0),
         )
     scheduler = Scheduler(cache.manager, limits, POLICIES[config.scheduling], config.starvation_window)
-    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit)
+    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit, Preparation(prepare.idle_s))
     return engine, replace(cache, audit=audit)
+
+
+def _tokens_within(profile: CostProfile, seconds: float, limits: SchedulerLimits) -> int:
+    """Return how many tokens of a prompt a step computes in this time, a power of two and at least 16."""
+    num_tokens = 16
+    while 2 * num_tokens <= limits.max_num_batched_tokens and profile.prefill_seconds(0, 2 * num_tokens) <= seconds:
+        num_tokens *= 2
+    return num_tokens
 
 
 def load_configured(runtime: RuntimeConfig) -> LoadedModel:

@@ -85,6 +85,10 @@ class OpenAIBackend:
     def may_speculate(self) -> bool:
         return False
 
+    @property
+    def document_windows(self) -> None:
+        return None
+
     def prepare_prompt(
         self,
         chunks: Sequence[Chunk],

@@ -8,6 +8,7 @@ import typer
 
 from stillroom.cli.console import count, duration, line, place, print_json
 from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, help_text
+from stillroom.core.reuse import Reason
 from stillroom.errors import UsageError
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
@@ -72,7 +73,9 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
         repaired = f"  ({count(again, 'token')} recomputed)" if again else ""
         line(f"  {segment['num_tokens']:>6,}  {segment['source']:<8}  {segment['reason']:<20}  {what}{repaired}")
         if variant := segment.get("variant"):
-            line(f"{'':>40}{_describe_variant(variant, earlier | by_chunk)}")
+            is_prepared = segment["reason"] == Reason.PREPARED
+            told = _describe_prepared(variant) if is_prepared else _describe_variant(variant, earlier | by_chunk)
+            line(f"{'':>40}{told}")
     line()
     if reuse["num_cached_tokens"] and reuse["segments"]:
         loads = f", after deducting {duration(reuse['load_seconds'])} for loading" if reuse["load_seconds"] else ""
@@ -141,6 +144,14 @@ def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any
     parts += [] if variant["is_focused"] is None else ["in focus" if variant["is_focused"] else "not in focus"]
     parts.append(f"saves {duration(max(variant['saved_seconds'], 0.0))}")
     return ", ".join(parts)
+
+
+def _describe_prepared(variant: dict[str, Any]) -> str:
+    """Describe a copy in its document's context (docs/prepared.md)."""
+    behind = variant["behind"]
+    context = f"behind {count(len(behind), 'chunk')} of its document" if behind else "at the beginning of its document"
+    saved = duration(max(variant["saved_seconds"], 0.0))
+    return f"computed in advance {context}, moved from position {variant['first_position']:,}, saves {saved}"
 
 
 def _name(source: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from stillroom.cli import (
     explain,
     keys,
     plan,
+    prepare,
     search,
     serve,
     show,
@@ -45,6 +46,7 @@ COMMANDS_GROUP = "stillroom.commands"
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
     "remove": "Documents removed so far stay removed; run the same command again to do the rest.",
+    "prepare": "What is computed is kept; run the same command again to do the rest.",
     "verify": "Repairs made so far are kept; run the same command again to do the rest.",
     "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to repeat the measurement.",
 }
@@ -107,6 +109,7 @@ def build_app() -> typer.Typer:
     app.command("ask", help=ask.HELP)(ask.ask)
     app.command("serve", help=serve.HELP)(serve.serve)
     app.command("explain", help=explain.HELP)(explain.explain)
+    app.command("prepare", help=prepare.HELP)(prepare.prepare)
     app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
     app.command("plan", help=plan.HELP)(plan.plan)
     app.add_typer(cache.app, name="cache", help="Show, check or remove the KV kept on disk.")

@@ -78,9 +78,9 @@ ReuseOption = Annotated[
     ReuseMode | None,
     typer.Option(
         "--reuse",
-        metavar="exact|anywhere|off",
-        help="Reuse of kept KV: for equal prompt beginnings (exact), for documents at any position, which may change "
-        "answers (anywhere), or never (off); default: the setting (exact).",
+        metavar="exact|anywhere|prepared|off",
+        help="Reuse of kept KV: for equal prompt beginnings (exact), for documents at any position (anywhere) or "
+        "prepared in advance (prepared), which may change answers, or never (off); default: the setting (exact).",
     ),
 ]
 ModeOption = Annotated[

@@ -12,12 +12,13 @@ from stillroom.config.retrieval_settings import Dtype
 BUNDLED_MODEL = "bundled"
 """Model name of the default bundled model, which is the reader."""
 
-ReuseMode = Literal["exact", "anywhere", "off"]
+ReuseMode = Literal["exact", "anywhere", "prepared", "off"]
 TokenSelector = Literal["question", "question_mean", "context", "received", "deviation", "first", "random"]
 RecomputeBudget = Literal["ratio", "cfo"]
 SchedulingPolicy = Literal["first_come", "cache_first", "shortest_first"]
 EvictionPolicy = Literal["prefix_heat", "pgdsf", "gdsf", "lru", "lfu", "tamm", "reusability"]
 LoadChoice = Literal["measured", "always"]
+PrepareWhen = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "on", "off"]
 Preload = Literal["off", "layers"]
 Weights = Literal["checkpoint", "int8"]
@@ -81,7 +82,9 @@ class ReuseConfig:
     mode: ReuseMode = "exact"
     """`exact`: reuses KV of equal prefixes. In float32 no token changes; in bfloat16 near ties can (4 of 200 answers),
     unless `runtime.fixed_shapes` is on. `anywhere`: also reuses a document's KV at other positions and recomputes a
-    share of its tokens; answers may change (docs/chunk-reuse.md). `off`: computes every prompt."""
+    share of its tokens; answers may change (docs/chunk-reuse.md). `prepared`: also reuses documents' KV that was
+    computed in advance behind the chunks before it in its document; answers may change (docs/prepared.md). `off`:
+    computes every prompt."""
     recompute_ratio: Share = 0.15
     """With `anywhere`: share of the tokens of documents reused at another position that is recomputed, in [0, 1]. More
     is slower and closer to a full prefill; 1 is a full prefill."""
@@ -138,10 +141,35 @@ class ReuseConfig:
     @property
     def allows_any_position(self) -> bool:
         """Whether kept KV may be reused at another position than its own."""
-        return self.mode == "anywhere"
+        return self.mode in ("anywhere", "prepared")
 
     def __post_init__(self) -> None:
         check_ranges("reuse", self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareConfig:
+    """Computing documents' KV before a question asks for it (docs/prepared.md)."""
+
+    when_idle: PrepareWhen = "auto"
+    """Whether a server prepares documents while it answers no question. `auto`: with `reuse.mode = "prepared"`. `on`:
+    with `exact` too. `off`: only `stillroom prepare` does."""
+    idle_s: float = 1.0
+    """Seconds without a question before preparing goes on."""
+    step_ms: AboveZero = 20.0
+    """Longest time of a preparing step, by the cost profile: a question that arrives waits for the end of a step."""
+    window_tokens: AtLeastZero = 0
+    """Most tokens of a document that are computed together; longer documents are cut into windows. 0: as many as the
+    model takes, at most 4096."""
+    overlap: Share = 0.25
+    """Share of a window that the next one computes again, so that its first chunks have context too."""
+    host_bytes: AtLeastZero = 1024**3
+    """Part of `reuse.host_bytes` that prepared KV may take."""
+    disk_bytes: AtLeastZero = 2 * 1024**3
+    """Part of `reuse.disk_bytes` that prepared KV may take. Preparing stops when it is full."""
+
+    def __post_init__(self) -> None:
+        check_ranges("prepare", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ from stillroom.config.runtime_settings import (
     EvictionPolicy,
     LoadChoice,
     Preload,
+    PrepareConfig,
+    PrepareWhen,
     RecomputeBudget,
     ReuseConfig,
     ReuseMode,
@@ -62,6 +64,8 @@ __all__ = [
     "IndexKind",
     "LoadChoice",
     "Preload",
+    "PrepareConfig",
+    "PrepareWhen",
     "QdrantConfig",
     "QueryCacheConfig",
     "RecomputeBudget",
@@ -95,6 +99,7 @@ class StillroomConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)

@@ -75,7 +75,12 @@ class NodeRecord:
     """Further data of the tree (`ContextMass.to_bytes`), of any length."""
     owner: OwnerTag = NO_TENANT
     seen: tuple[ChunkId, ...] = ()
-    """Distinct ids of the chunks that its KV has attended to, its own included: sorted."""
+    """Distinct ids of the chunks that its KV has attended to, its own included: sorted, or in the order of the document
+    for KV in its document's context."""
+    is_used: bool = True
+    """False: it was computed before a question asked for it, and none has used it."""
+    is_in_document: bool = False
+    """Whether its KV has seen a system message and the chunks before it in its document, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,14 @@ class Request(SampleRequest):
     cache_salt: str = ""
     """KV is shared among requests of the same salt only: one salt per tenant."""
     may_place: bool = True
-    """Whether KV of other positions may be used, if `reuse.mode` allows it."""
+    """Whether KV of other contexts may be used, if `reuse.mode` allows it."""
+    before: Mapping[ChunkId, tuple[ChunkId, ...]] = field(default_factory=dict)
+    """The chunks before each chunk of the prompt in its document, as far as known: their KV may have been seen by its
+    prepared copy."""
+    prepares: frozenset[ChunkId] = frozenset()
+    """Not empty: the prompt is a part of a document, computed to keep the KV of these of its chunks for later prompts:
+    in the document's context with `reuse.mode = "prepared"`, else as the beginning of prompts. Nothing of it counts as
+    use."""
     constraint: TokenConstraint | None = None
     """State at the beginning of an answer; sequences advance copies of it."""
 

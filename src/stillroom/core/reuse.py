@@ -24,6 +24,9 @@ class Reason(StrEnum):
     """Loading would take longer, by the cost model of this machine."""
     ANYWHERE = "placed"
     """Reused from another position: its keys were rotated, and some of its tokens recomputed."""
+    PREPARED = "prepared"
+    """Reused from its document's context: it was computed behind the chunks before it in its document. No token is
+    recomputed."""
     SHARED = "computed by another sample"
     """Samples of one request share the prompt of the first."""
     TAIL = "always computed"
@@ -86,8 +89,8 @@ class PromptReuse:
 
     @property
     def has_placed(self) -> bool:
-        """Whether KV of another position was used, so that the answer may differ from a full prefill's."""
-        return any(segment.reason is Reason.ANYWHERE for segment in self.segments)
+        """Whether KV of another context was used, so that the answer may differ from a full prefill's."""
+        return any(segment.reason in (Reason.ANYWHERE, Reason.PREPARED) for segment in self.segments)
 
     @property
     def num_recomputed_tokens(self) -> int:

@@ -16,6 +16,7 @@ from stillroom.engine.backlog import Backlog
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
+from stillroom.engine.preparation import OnPrepared
 from stillroom.errors import EngineClosedError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,21 @@ class AsyncEngine:
 
         self._commands.put(stop)
 
+    def prepare(self, request: Request, on_end: OnPrepared) -> None:
+        """Compute a preparing prompt while the engine is idle, after those before it.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+        """
+        with self._closing:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed; open the knowledge base again")
+            self._commands.put(lambda: self._engine.prepare(request, on_end))
+
+    def cancel_preparing(self, request_id: RequestId) -> None:
+        """End a preparing prompt; what it has computed is kept. No effect if it has ended."""
+        self._commands.put(lambda: self._engine.cancel_preparing(request_id))
+
     def run(self, command: Callable[[Engine], object]) -> None:
         """Run a command in the engine's thread between two steps; ignored if the engine is closed."""
         self._commands.put(lambda: command(self._engine))
@@ -169,6 +185,7 @@ class AsyncEngine:
             while not self._commands.empty():  # requests submitted before the failure have listeners too
                 self._carry_out(self._commands.get())
         self._abort(list(self._listeners), error)
+        self._engine.abandon_preparation(error)
         self._engine.catch_up()  # KV that is still to be stored must not include removed documents
 
     def _serve(self) -> None:
@@ -179,8 +196,10 @@ class AsyncEngine:
                 logger.exception("a step failed; its requests are aborted")
                 for event in self._engine.take_events():
                     self._dispatch(event)
+                failed = EngineError(f"generation failed: {error}")
                 self._engine.abandon_audit()
-                self._abort(list(self._listeners), EngineError(f"generation failed: {error}"))
+                self._engine.abandon_preparation(failed)
+                self._abort(list(self._listeners), failed)
                 self._engine.check_integrity()  # an engine with wrong block accounting must not continue
                 continue
             for event in events:

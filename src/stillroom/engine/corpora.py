@@ -40,6 +40,10 @@ class CorpusView(Protocol):
         """Return which of the chunks exist now."""
         ...
 
+    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """Return the chunks before each of these in its document now, in order, at most the last `limit`."""
+        ...
+
 
 @dataclass(slots=True)
 class _Followed:
@@ -118,6 +122,18 @@ class Corpora:
             if not is_current:
                 one.seen = None
             return is_current
+
+    def chunks_before(self, salt: str, chunk_ids: set[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """As `CorpusView.chunks_before`, of the corpus of a salt; empty if that cannot be read."""
+        with self._lock:
+            one = self._followed.get(salt)
+            if one is None or one.seen == _GONE:
+                return {}
+            try:
+                return one.corpus.chunks_before(chunk_ids, limit)
+            except Exception:  # the question is answered without prepared KV
+                logger.exception("the documents of a question's chunks cannot be read; no prepared KV is used for it")
+                return {}
 
 
 def _num_changes(corpus: CorpusView) -> int:

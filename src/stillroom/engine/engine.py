@@ -17,8 +17,10 @@ from stillroom.engine.corpora import Corpora, CorpusView, Existing
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
 from stillroom.engine.isolation import Isolation, Suspects
+from stillroom.engine.preparation import OnPrepared, Preparation
 from stillroom.engine.recovery import Recovery
-from stillroom.errors import DeviceLostError, EngineError
+from stillroom.errors import DeviceLostError, EngineError, StillroomError
+from stillroom.kvcache.tree.provenance import MAX_SEEN
 from stillroom.runner.device_errors import first_line, is_device_loss
 from stillroom.runner.torch_runner import Runner
 from stillroom.scheduler.scheduler import Scheduler
@@ -40,13 +42,16 @@ class Engine:
         clock: Clock,
         timeout_seconds: float = 0.0,
         audit: Audit | None = None,
+        preparation: Preparation | None = None,
     ) -> None:
         """
         Args:
             timeout_seconds: time limit of a request, after which it starts again once and then ends; 0 is no limit.
             audit: audit of answers from placed KV, if any.
+            preparation: when preparing prompts run; None: as soon as the engine is idle.
         """
         self.audit = audit
+        self._preparation = preparation or Preparation(0.0)
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
@@ -75,10 +80,9 @@ class Engine:
 
     @property
     def retry_in(self) -> float | None:
-        """Seconds until `do_idle_work` tries to recover a lost device; None if the device is not lost."""
-        if self._recovery.problem is None:
-            return None
-        return max(0.0, self._recovery.retry_at - self.clock.monotonic())
+        """Seconds until `do_idle_work` may recover a lost device or prepare documents; None if neither is waiting."""
+        at = self._preparation.begins_at if self._recovery.problem is None else self._recovery.retry_at
+        return None if at is None else max(0.0, at - self.clock.monotonic())
 
     @property
     def pause(self) -> float:
@@ -102,6 +106,7 @@ class Engine:
         now = self.clock.monotonic()
         if now - self._caught_up_at >= _CATCH_UP_SECONDS:
             self.catch_up()
+        self._interrupt_preparation(now)
         self._add(request, *samples, now=now)
         if self.audit is not None:
             self._interrupt_audit()
@@ -109,6 +114,15 @@ class Engine:
                 self.audit.on_submit(one)
         for one in (request, *samples):
             self._deadlines.begin(one, now)
+
+    def prepare(self, request: Request, on_end: OnPrepared) -> None:
+        """Compute a preparing prompt while the engine is idle, after those before it."""
+        self._preparation.offer(request, on_end)
+
+    def cancel_preparing(self, request_id: RequestId) -> None:
+        """End a preparing prompt; what it has computed is kept. No effect if it has ended."""
+        if self._preparation.cancel(request_id, EngineError("preparing was cancelled")):
+            self.scheduler.abort(request_id)
 
     def cancel(self, request_id: RequestId) -> TokenEvent | None:
         """End a request and free its blocks; returns its last event.
@@ -175,6 +189,12 @@ class Engine:
     def abandon_audit(self) -> None:
         """Abort and drop the running audit, after a step failed."""
         running = None if self.audit is None else self.audit.abandon()
+        if running is not None:
+            self.scheduler.abort(running)
+
+    def abandon_preparation(self, error: Exception) -> None:
+        """Abort and end the preparing prompts, after a step failed or because the engine stops."""
+        running = self._preparation.abandon(error)
         if running is not None:
             self.scheduler.abort(running)
 
@@ -246,6 +266,10 @@ class Engine:
             self._suspects.clear(event.request_id)
             if event.finish_reason is not None:
                 self._deadlines.end(event.request_id)
+            if self._preparation.observe(event):
+                continue
+            if event.finish_reason is not None:
+                self._preparation.busy_until = now
             if not self._observe_audit(event):
                 yield event
 
@@ -256,21 +280,47 @@ class Engine:
         shadow = None if self.audit is None else self.audit.next()
         if shadow is not None:
             self._add(shadow, now=0.0)
-        return shadow is not None
+        return shadow is not None or self._begin_preparing()
+
+    def _begin_preparing(self) -> bool:
+        """Start the preparing prompt that waits, or end it once its KV is stored as far as it fits; False if there is
+        nothing to do now."""
+        if self._preparation.is_computed:
+            self._preparation.end()
+            return True
+        request = self._preparation.next(self.clock.monotonic())
+        if request is None:
+            return False
+        try:
+            if self.scheduler.is_prepared(request):
+                self._preparation.end(is_computed=False)
+            else:
+                self._add(request, now=0.0)
+        except StillroomError as error:  # such as a prompt that does not fit into the KV pool
+            self._preparation.end(error)
+        return True
+
+    def _interrupt_preparation(self, now: float) -> None:
+        """Abort the preparing prompt, to run again when the engine is idle."""
+        self._preparation.busy_until = now
+        running = self._preparation.interrupt()
+        if running is not None:
+            self.scheduler.abort(running)
 
     def _fail(self, request_id: RequestId, error: Exception) -> None:
         """End a request with an error; its last event is among those of this step."""
-        event, is_here, is_audit = self._end(request_id, error)
-        if is_here and not is_audit:
+        event, is_here, is_own = self._end(request_id, error)
+        if is_here and not is_own:
             self._events.append(event)
 
     def _end(self, request_id: RequestId, error: Exception | None = None) -> tuple[TokenEvent, bool, bool]:
-        """Abort a request; returns its last event, whether it was still known, and whether it was an audit."""
+        """Abort a request; returns its last event, whether it was still known, and whether it was the engine's own: an
+        audit or a preparing prompt."""
         event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic(), error)
         self._deadlines.end(request_id)
         self._suspects.clear(request_id)
-        is_audit = self._observe_audit(event)
-        return event, self.scheduler.abort(request_id), is_audit
+        is_own = self._preparation.observe(event) or self._observe_audit(event)
+        return event, self.scheduler.abort(request_id), is_own
 
     def _observe_audit(self, event: TokenEvent) -> bool:
         """Pass an event to the audit; returns whether it belongs to one. If that fails, auditing stops."""
@@ -286,8 +336,12 @@ class Engine:
 
     def _add(self, request: Request, *samples: Request, now: float) -> None:
         """Queue a request, and drop KV of documents that were removed since the last `catch_up`."""
-        self.scheduler.add(request, *samples, now=now)
         chunk_ids = {segment.chunk_id for segment in request.prompt.segments if segment.chunk_id is not None}
+        if chunk_ids and request.may_place and self.scheduler.kv.uses_prepared:
+            before = self._corpora.chunks_before(request.cache_salt, chunk_ids, MAX_SEEN)
+            request, *samples_with = (replace(one, before=before) for one in (request, *samples))
+            samples = tuple(samples_with)
+        self.scheduler.add(request, *samples, now=now)
         if not self._corpora.check(request.cache_salt, chunk_ids):
             self.catch_up()
 

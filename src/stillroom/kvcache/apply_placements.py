@@ -5,10 +5,20 @@ from collections.abc import Sequence
 from stillroom.core.ids import ChunkId
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import Variant
-from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement, load_seconds, plan_placements, saved_seconds
+from stillroom.kvcache.chunk_reuse.plan import (
+    AnywhereOptions,
+    Placement,
+    load_seconds,
+    placeable_copy,
+    plan_placements,
+    saved_seconds,
+)
 from stillroom.kvcache.chunk_reuse.recompute import PlacedChunk, SelectiveRecompute
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.prepared import prepared_copy
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import Piece
 from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, saw_other_messages, system_of
 
 
@@ -22,7 +32,13 @@ def plan_for(
     began_exact = lease.reuse is not None and not lease.reuse.has_placed
     if options is None or began_exact or not lease.may_place:
         return []
-    return plan_placements(tree, lease.pieces, lease.placeable, num_exact, options, always_loads=always_loads)
+
+    def copy_of(piece: Piece, before: Sequence[bytes]) -> Node | None:
+        if options.only_prepared:
+            return prepared_copy(tree, lease, piece)
+        return placeable_copy(tree, lease.placeable, options, piece, before)
+
+    return plan_placements(tree, lease.pieces, copy_of, num_exact, options, always_loads=always_loads)
 
 
 def place(
@@ -54,16 +70,23 @@ def place(
 def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> Variant:
     """Describe a placement for the report, before it is known what the question attends to."""
     reusability = placement.reusability
-    seen = placement.node.seen  # a variant may belong to a document that the request may not see
-    behind = [[variant.chunk_id for variant in tree.variants(content)] for content in placement.node.before]
     return Variant(
-        behind=tuple(next((chunk_id for chunk_id in same if chunk_id in seen), None) for same in behind),
+        behind=_chunks_before(tree, placement.node),
         first_position=placement.node.first_position,
         overlap=reusability.overlap,
         impact=reusability.impact,
         overhead=reusability.overhead if options.alpha is None else options.share(reusability),
         saved_seconds=saved_seconds(placement, options) - load_seconds(tree, placement),
     )
+
+
+def _chunks_before(tree: KnowledgeTree, node: Node) -> tuple[ChunkId | None, ...]:
+    """The chunks before a node when it was computed, in order; None for a chunk without kept KV."""
+    if node.document_path:
+        return node.document_path[:-1]
+    seen = node.seen  # a variant may belong to a document that the request may not see
+    behind = [[variant.chunk_id for variant in tree.variants(content)] for content in node.before]
+    return tuple(next((chunk_id for chunk_id in same if chunk_id in seen), None) for same in behind)
 
 
 def record_recompute(tree: KnowledgeTree, lease: Lease) -> None:
@@ -77,10 +100,13 @@ def record_recompute(tree: KnowledgeTree, lease: Lease) -> None:
 
 def keep_computed_chunks(tree: KnowledgeTree, lease: Lease) -> None:
     """Keep chunks computed behind placed chunks as detached nodes, where the request found no copy that it may place.
+    Behind prepared copies nothing is kept: no later prompt could place it.
 
     Such a chunk has seen every chunk before it and all that the placed chunks had seen. It is not kept if it has seen
     turns of a conversation, which may quote any document, or too many chunks.
     """
+    if lease.placements[0].node.document_path:
+        return
     placed = {placement.piece_index: placement.node for placement in lease.placements}
     first, system = lease.placements[0].piece_index, system_of(lease.pieces)
     before: list[bytes] = []

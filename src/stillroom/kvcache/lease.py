@@ -1,6 +1,6 @@
 """KV that one sequence holds: its block table and its path in the knowledge tree."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stillroom.core.ids import ChunkId
@@ -45,6 +45,10 @@ class Lease:
     """Whether KV of other positions may be used."""
     may_see: MaySee | None = None
     """Which chunks outside the prompt such KV may have seen; None: every chunk of the tenant."""
+    before: Mapping[ChunkId, tuple[ChunkId, ...]] = field(default_factory=dict)
+    """The chunks before each of its chunks in its document (`Request.before`)."""
+    prepares: frozenset[ChunkId] = frozenset()
+    """Chunks that it computes for later prompts (`Request.prepares`); empty: it is a question."""
     placeable: PlaceableNodes = field(init=False)
     """Which nodes that allows to place."""
     placements: tuple[Placement, ...] = ()

@@ -9,12 +9,14 @@ from itertools import takewhile
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import Tier
+from stillroom.core.reuse import Reason
 from stillroom.kvcache.apply_placements import describe, place, plan_for, record_recompute
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for, runs_after
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement
 from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.prepared import prepared_path
 from stillroom.kvcache.reuse_report import AdmissionReuse, Placed, count_sources, report_admission
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
@@ -55,7 +57,8 @@ def plan_admission(reuse: Reuse, lease: Lease, num_tokens: int) -> AdmissionPlan
         num_tokens: of prompt and answer so far.
     """
     tree = reuse.tree
-    matched = tree.match(lease.pieces)
+    is_in_document = lease.prepares and reuse.anywhere is not None and reuse.anywhere.only_prepared
+    matched = prepared_path(tree, lease) if is_in_document else tree.match(lease.pieces)
     bytes_per_token = tree.options.bytes_per_token
     end = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
     placements = plan_for(tree, lease, end, reuse.anywhere, always_loads=reuse.always_loads)
@@ -189,16 +192,20 @@ def _origins(tree: KnowledgeTree, placed: Sequence[Placement], options: Anywhere
     for placement in placed:
         assert options is not None
         share = options.share(placement.reusability)
-        origins[placement.piece_index] = Placed(placement.tier, describe(tree, placement, options), share)
+        reason = Reason.PREPARED if options.only_prepared else Reason.ANYWHERE
+        origins[placement.piece_index] = Placed(placement.tier, reason, describe(tree, placement, options), share)
     return origins
 
 
 def _record(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -> None:
-    """Count the uses of nodes (RAGCache Algorithm 1) and the hits and misses of pieces; put the report on the lease."""
+    """Put the report on the lease, and count the uses of nodes (RAGCache Algorithm 1) and the hits and misses of
+    pieces. Preparing is no use."""
     report = report_admission(tree, lease, found)
     lease.cost_per_token = report.cost_per_token
+    lease.reuse = report.reuse
+    if lease.prepares:
+        return
     for index, node in enumerate(found.matched):
         if tree.get(node.key) is node:
             tree.touch(node, report.cost_per_token if index >= lease.num_committed else None)
     count_sources(tree.stats, lease.pieces, report.sources, found.placed)
-    lease.reuse = report.reuse

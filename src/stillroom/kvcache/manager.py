@@ -4,7 +4,7 @@ A sequence holds a `Lease`. A block that the lease shares with the tree or with 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
+from stillroom.kvcache.prepared import is_prepared, keep_prepared, num_pieces_to_keep
 from stillroom.kvcache.reuse_report import nothing_reused
 from stillroom.kvcache.tree.pieces import Piece
 
@@ -48,7 +49,7 @@ class KVCacheManager:
         if self.reuse is not None:
             self.reuse = replace(self.reuse, anywhere=options)
 
-    def new_lease(
+    def new_lease(  # noqa: PLR0913  what a request says of its KV
         self,
         prompt: SegmentedPrompt,
         max_tokens: int,
@@ -56,16 +57,28 @@ class KVCacheManager:
         *,
         may_place: bool = True,
         may_see: MaySee | None = None,
+        before: Mapping[ChunkId, tuple[ChunkId, ...]] | None = None,
+        prepares: frozenset[ChunkId] = frozenset(),
     ) -> Lease:
         """Return an empty lease for a sequence that will never hold more than `max_tokens` tokens.
 
         Args:
-            may_place: whether KV of other positions may be used.
+            may_place: whether KV of other contexts may be used.
             may_see: which chunks such KV may have seen; None: every chunk of the tenant.
+            before: as in `Request`.
+            prepares: as in `Request`.
         """
         pieces = self.reuse.keys.pieces(prompt, salt) if self.reuse else ()
         table = BlockTable(self.pool.block_size, max_tokens)
-        lease = Lease(prompt, table, pieces, may_place=may_place, may_see=may_see)
+        lease = Lease(
+            prompt,
+            table,
+            pieces,
+            may_place=may_place and not prepares,
+            may_see=may_see,
+            before=before or {},
+            prepares=prepares,
+        )
         lease.watched = tuple(piece.key for piece in pieces)
         if may_place and self.reuse and self.reuse.anywhere is not None:
             lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
@@ -100,6 +113,19 @@ class KVCacheManager:
         """Start to remember which nodes gain or lose copies, for `take_changes`."""
         if self.reuse is not None:
             self.reuse.tree.watch_changes()
+
+    @property
+    def uses_prepared(self) -> bool:
+        """Whether prompts take chunks from copies in their document's context."""
+        return self.reuse is not None and self.reuse.anywhere is not None and self.reuse.anywhere.only_prepared
+
+    def is_prepared(self, lease: Lease) -> bool:
+        """Whether everything that a preparing lease is for is kept."""
+        if self.reuse is None:
+            return True
+        if self.uses_prepared:
+            return is_prepared(self.reuse.tree, lease)
+        return len(self.reuse.tree.match(lease.pieces)) >= num_pieces_to_keep(lease)
 
     def take_changes(self) -> set[bytes]:
         """Return keys and contents of the nodes that gained or lost a copy since the last call."""
@@ -153,8 +179,11 @@ class KVCacheManager:
         if self.reuse is None:
             return
         tree = self.reuse.tree
+        if lease.prepares and self.uses_prepared:
+            keep_prepared(tree, lease, num_computed)
+            return
         end = min(lease.num_keepable, lease.placements[0].piece_index) if lease.placements else lease.num_keepable
-        end = min(end, len(lease.pieces))
+        end = min(end, num_pieces_to_keep(lease) if lease.prepares else len(lease.pieces))
         while lease.num_committed < end and lease.pieces[lease.num_committed].end <= num_computed:
             piece = lease.pieces[lease.num_committed]
             parent = tree.get(piece.parent)
@@ -164,7 +193,8 @@ class KVCacheManager:
             own = lease.table.blocks_of(piece.start, piece.num_tokens)
             node = tree.get(piece.key)
             if node is None or node.block_ids is None:
-                node = tree.insert(piece, own, lease.cost_per_token)
+                is_used = not lease.prepares or piece.chunk_id is None
+                node = tree.insert(piece, own, lease.cost_per_token, is_used=is_used)
                 node.mass = None if lease.mass_sampler is None else lease.mass_sampler.mass_of(lease.num_committed)
             else:
                 self._use_instead(lease.table, piece, own, node.block_ids)

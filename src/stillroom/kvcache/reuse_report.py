@@ -18,9 +18,11 @@ Source = tuple[Tier | None, Reason]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A piece that took its KV from another position."""
+    """A piece that took its KV from another context."""
 
     tier: Tier
+    reason: Reason
+    """`ANYWHERE` or `PREPARED`."""
     variant: Variant
     share: float
     """Of its tokens that is recomputed."""
@@ -44,7 +46,7 @@ class AdmissionReuse:
         if index < lease.num_committed:
             return self.tiers[index], Reason.HIT
         if index in self.placed:
-            return self.placed[index].tier, Reason.ANYWHERE
+            return self.placed[index].tier, self.placed[index].reason
         if index < self.num_planned:
             return None, Reason.RECORD_FAILED
         if index < len(self.matched):
@@ -94,8 +96,9 @@ def count_sources(
 ) -> None:
     """Add the hits, misses and placements of a prompt's pieces to the statistics."""
     for index, (piece, (tier, reason)) in enumerate(zip(pieces, sources, strict=True)):
-        if reason is Reason.ANYWHERE:
+        if index in placed:
             stats.placed_tokens += piece.num_tokens
+            stats.prepared_tokens += piece.num_tokens if reason is Reason.PREPARED else 0
             variant = placed[index].variant
             stats.placed_overlap += variant.overlap
             stats.placed_overhead += variant.overhead
@@ -124,7 +127,7 @@ def segments_of(
     report = []
     for (index, (tier, reason)), num_tokens in lengths.items():
         segment = prompt.segments[index]
-        variant = variants.get(index) if reason is Reason.ANYWHERE else None
+        variant = variants.get(index) if reason in (Reason.ANYWHERE, Reason.PREPARED) else None
         report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason, variant=variant))
     return tuple(report)
 

@@ -23,6 +23,8 @@ class KVCacheStats:
     placed: Counter[Tier] = field(default_factory=_by_tier)
     """Chunks used at another position than their own, by the tier they were in."""
     placed_tokens: int = 0
+    prepared_tokens: int = 0
+    """Those of chunks in their document's context."""
     recomputed_tokens: int = 0
     """Tokens of placed chunks that were recomputed."""
     placed_overlap: float = 0.0
@@ -31,6 +33,8 @@ class KVCacheStats:
     """Sum of CFO of the placed chunks (Eq. 12)."""
     unfocused: int = 0
     """Placed chunks not recomputed because the question does not attend to them."""
+    prepared: int = 0
+    """Chunks kept that preparing prompts computed."""
     loads: Counter[Tier] = field(default_factory=_by_tier)
     """Copies loaded to the device, by source."""
     failed_loads: Counter[Tier] = field(default_factory=_by_tier)

@@ -18,7 +18,7 @@ Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
 
 MAGIC = b"STILLKV\0"
-VERSION = 5
+VERSION = 6
 FINGERPRINT_SIZE = 32
 PAGE_SIZE = 4096
 """Headers are multiples of this, so that payloads are page-aligned."""
@@ -26,9 +26,10 @@ MAX_HEADER_SIZE = 4096 * PAGE_SIZE
 """16 MiB: the notes of 2 million tokens. A file that states a longer header is damaged."""
 
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
-# frequency, payload size, payload checksum, owner, number of chunk ids seen, length of the notes; then the chunk ids,
-# the notes, zeros, and at the header's end the checksum of all before it
-_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ16s8sII")
+# frequency, payload size, payload checksum, owner, whether it is in its document's context, whether it was used,
+# number of chunk ids seen, length of the notes; then the chunk ids, the notes, zeros, and at the header's end the
+# checksum of all before it
+_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ16s8s??II")
 _PREFIX = struct.Struct("<8sII")
 _ID_SIZE = 8
 _CHECKSUM_SIZE = 16
@@ -118,6 +119,8 @@ def encode(record: NodeRecord, fingerprint: bytes, payload_size: int, checksum: 
         payload_size,
         checksum,
         record.owner,
+        record.is_in_document,
+        record.is_used,
         len(record.seen),
         len(record.notes),
     )
@@ -155,7 +158,8 @@ def decode_header(data: bytes) -> Header | Defect:
     if xxhash.xxh3_128_digest(data[:end]) != data[end:size]:
         return Defect.CHECKSUM
     _, _, _, key, parent, content, fingerprint, *numbers = _FIELDS.unpack_from(data)
-    first, num_tokens, chunk_id, cost, frequency, payload_size, checksum, owner, num_seen, notes_size = numbers
+    first, num_tokens, chunk_id, cost, frequency, payload_size, checksum, owner, *rest = numbers
+    is_in_document, is_used, num_seen, notes_size = rest
     notes_at = _FIELDS.size + _ID_SIZE * num_seen
     record = NodeRecord(
         key=NodeKey(key),
@@ -169,6 +173,8 @@ def decode_header(data: bytes) -> Header | Defect:
         notes=data[notes_at : notes_at + notes_size],
         owner=OwnerTag(owner),
         seen=tuple(map(ChunkId, struct.unpack_from(f"<{num_seen}q", data, _FIELDS.size))),
+        is_used=is_used,
+        is_in_document=is_in_document,
     )
     return Header(record, fingerprint, payload_size, checksum)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import NO_TENANT, owner_of
-from stillroom.errors import ConfigError, EngineClosedError
+from stillroom.errors import ConfigError, EngineClosedError, UsageError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.kvstore.owners import OwnerNote, note_owner
 from stillroom.models.bundled_models import full_name, reader_folder
@@ -27,6 +27,7 @@ from stillroom.telemetry.trace import TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
     from stillroom.backends.base import Backend
+    from stillroom.backends.document_windows import DocumentWindows
     from stillroom.rag.pipeline import Pipeline
 
 
@@ -145,6 +146,22 @@ class PipelineLoader:
         assert self.backend is not None
         return self.backend.for_tenant(salt)
 
+    def document_windows(self) -> "DocumentWindows":
+        """What prepares documents with the model. Raises as `pipeline`.
+
+        Raises:
+            UsageError: the model keeps no KV.
+        """
+        self.pipeline()
+        assert self.backend is not None
+        windows = self.backend.document_windows
+        if windows is None:
+            raise UsageError(
+                f"{self.backend.name} keeps no KV of documents, so there is nothing to prepare; choose a decoder with "
+                "--model and leave reuse.mode on"
+            )
+        return windows
+
     def documents_changed(self) -> None:
         """Drop KV of removed chunks: in memory, and on disk for every model."""
         backend = self._loaded
@@ -219,19 +236,23 @@ class Closing:
         metrics: Metrics,
         parts: Sequence[Callable[[], None]],
         path: Path,
+        begin: Callable[[], None],
     ) -> None:
         """
         Args:
             parts: closed in this order, after generation has stopped.
             path: of the knowledge base.
+            begin: called first, while the model still works.
         """
-        self._loader, self._metrics, self._parts, self._path = loader, metrics, parts, path
+        self._loader, self._metrics, self._parts, self._path, self._begin = loader, metrics, parts, path, begin
         self._finalizer = weakref.finalize(stillroom, self._collected)
         self._finalizer.atexit = False  # the end of the process frees everything
 
     def close(self) -> None:
         """Idempotent."""
         self._finalizer.detach()
+        if not self._loader.is_foreign:
+            self._begin()
         if not self._loader.close():
             return
         self._metrics.forget_corpora(str(self._path))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import QueryCacheConfig, SearchMode
 from stillroom.core.document import SearchResult
 from stillroom.core.token_cache import TokenCache
+from stillroom.rag.document_demand import DocumentDemand
 
 _MAX_CHARS = 8192
 """Longest question, with its filter, that is cached; longer ones are seldom repeated."""
@@ -73,6 +74,8 @@ class QueryCache:
         self._current_generation: Hashable = None
         self.num_hits = 0
         """Since the cache was created."""
+        self.demand = DocumentDemand()
+        """How often searches returned each document, from the cache or not."""
 
     def search(self, query: str, mode: SearchMode, top_k: int, where: str = "") -> SearchResult:
         """The final result, from the cache where possible. Raises as the corpus's search."""
@@ -81,8 +84,17 @@ class QueryCache:
     def search_staged(
         self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str = ""
     ) -> Iterator[SearchResult]:
-        """The results of a staged search; only the final one if it is in the cache. The final result is cached unless
-        the caller stops iterating before it. Raises as the corpus's search."""
+        """The results of a staged search; only the final one if it is in the cache. The final result is cached and
+        counted unless the caller stops iterating before it. Raises as the corpus's search."""
+        result: SearchResult | None = None
+        for result in self._search_staged(query, mode, top_k, num_stages, where):
+            yield result
+        if result is not None:
+            self.demand.add(scored.chunk.document_id for scored in result.results)
+
+    def _search_staged(
+        self, query: str, mode: SearchMode, top_k: int, num_stages: int, where: str
+    ) -> Iterator[SearchResult]:
         question = _QuestionKey(" ".join(query.split()), mode, top_k, where.strip())
         if self._config.max_tokens == 0 or question.num_chars > _MAX_CHARS:
             yield from self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where)

@@ -28,6 +28,7 @@ from stillroom.kvstore.owners import OwnerNote
 from stillroom.models.bundled_models import model_warnings
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
 from stillroom.rag.pipeline_loader import Closing, PipelineLoader, SharedBackend
+from stillroom.rag.preparing import PrepareProgress, PrepareReport, Preparing
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
@@ -82,11 +83,13 @@ class Stillroom:
         self._loader = loader = PipelineLoader(kb, self._search, config, metrics, self._traces, clock, shared)
         self.records = Records(self._traces, kb.chunks)
         """The request log: past questions and their answers."""
+        self.preparing = Preparing(kb, loader.document_windows, self._search.demand, clock)
+        """Computes documents' KV before a question asks for it (docs/prepared.md)."""
         if shared is None:
             metrics.watch(lambda: loader.backend.readings() if loader.backend else {})
             metrics.watch(lambda: {} if (figures := kb.indexes.list_figures) is None else figures.readings())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
-        self._closing = Closing(self, loader, metrics, (self._traces.close, kb.close), kb.path)
+        self._closing = Closing(self, loader, metrics, (self._traces.close, kb.close), kb.path, self.preparing.end)
         self._owner: Stillroom | None = None
 
     @classmethod
@@ -271,6 +274,25 @@ class Stillroom:
         `KnowledgeBase.verify`."""
         with self._changing():
             return self._kb.verify(repair=repair, progress=progress)
+
+    def prepare(
+        self, *targets: str, progress: Callable[[PrepareProgress], None] | None = None, stop: Cancellation | None = None
+    ) -> PrepareReport:
+        """Compute the KV of documents before a question asks for it, as far as the budget goes (docs/prepared.md).
+
+        What is kept already is not computed again, so that an interrupted call can be repeated. Questions come first.
+
+        Args:
+            targets: ids or file names of documents; none: all documents.
+            stop: ends the call from another thread.
+
+        Raises:
+            UsageError: the model keeps no KV: the reader, a server elsewhere, or `reuse.mode = "off"`.
+            UnknownDocumentError: a target matches nothing.
+            ChangeCancelledError: `stop` was cancelled.
+        """
+        documents = {self.uploads.one(target).document_id for target in targets} if targets else None
+        return self.preparing.run(documents, progress or (lambda _: None), stop)
 
     # Search
 

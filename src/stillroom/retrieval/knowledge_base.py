@@ -284,6 +284,10 @@ class KnowledgeBase:
         """Return the ids of the chunks that exist now."""
         return self.corpus.existing(chunk_ids)
 
+    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """Return the chunks before each of these in its document, in order, at most the last `limit`."""
+        return self.corpus.chunks_before(chunk_ids, limit)
+
     def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
         """Return the chunks of these ids; removed chunks are absent."""
         return self.corpus.chunks(chunk_ids)

@@ -63,12 +63,14 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Running requests, preparing ones left out: they end when a question comes. Thread-safe."""
+        return sum(not sequence.request.prepares for sequence in list(self._running.values()))
 
     @property
     def num_prefilling(self) -> int:
-        """Running requests without a token yet. Thread-safe."""
-        return sum(not sequence.num_generated for sequence in list(self._running.values()))
+        """Running requests without a token yet, preparing ones left out. Thread-safe."""
+        running = list(self._running.values())
+        return sum(not (sequence.num_generated or sequence.request.prepares) for sequence in running)
 
     @property
     def has_work(self) -> bool:
@@ -89,6 +91,11 @@ class Scheduler:
         leader, *followers = (self._new_sequence(one, now) for one in (request, *samples))
         leader.followers = followers
         self._enqueue(leader)
+
+    def is_prepared(self, request: Request) -> bool:
+        """Whether everything that a preparing request is for is kept already; raises as `check_request`."""
+        self.check(request)
+        return self.kv.is_prepared(self._new_sequence(request, 0.0).lease)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request and free its blocks; False if it is unknown or has ended."""
@@ -154,11 +161,11 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - len(scheduled)
         for sequence in self._running.values():
             if budget > 0 and not sequence.is_decoding:
-                scheduled.append(schedule_tokens(sequence, budget))
+                scheduled.append(schedule_tokens(sequence, self._at_most(sequence, budget)))
                 budget -= scheduled[-1].num_scheduled_tokens
         # Blocks that a preemption has just freed belong to the sequences that keep running.
         while budget > 0 and not has_preempted and (admitted := self._try_admit(now)) is not None:
-            scheduled.append(schedule_tokens(admitted, budget))
+            scheduled.append(schedule_tokens(admitted, self._at_most(admitted, budget)))
             budget -= scheduled[-1].num_scheduled_tokens
         return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
@@ -174,7 +181,12 @@ class Scheduler:
 
     def _schedule_prefill(self, now: float) -> list[ScheduledSequence]:
         sequence = next((one for one in self._running.values() if not one.is_decoding), None) or self._try_admit(now)
-        return [] if sequence is None else [schedule_tokens(sequence, self.limits.max_num_batched_tokens)]
+        budget = self.limits.max_num_batched_tokens
+        return [] if sequence is None else [schedule_tokens(sequence, self._at_most(sequence, budget))]
+
+    def _at_most(self, sequence: Sequence, budget: int) -> int:
+        """The part of a step's tokens that a sequence may take."""
+        return min(budget, self.limits.preparing_tokens) if sequence.request.prepares else budget
 
     def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
         """Record that a step ran; returns an update for each sequence that sampled a token.
@@ -253,7 +265,13 @@ class Scheduler:
         self._num_arrivals += 1
         num_tokens = request.prompt.num_tokens + request.sampling.max_tokens
         lease = self.kv.new_lease(
-            request.prompt, num_tokens, request.cache_salt, may_place=request.may_place, may_see=request.may_see
+            request.prompt,
+            num_tokens,
+            request.cache_salt,
+            may_place=request.may_place,
+            may_see=request.may_see,
+            before=request.before,
+            prepares=request.prepares,
         )
         tail_tokens = self.limits.fixed_tail_tokens
         cuts = piece_ends(request.prompt, tail_tokens) if tail_tokens else []

@@ -116,6 +116,13 @@ KV_PLACED = MetricSpec(
     _TIER,
 )
 KV_PLACED_TOKENS = MetricSpec("stillroom_kv_cache_placed_tokens_total", "counter", "Tokens of those documents.")
+KV_PREPARED_TOKENS = MetricSpec(
+    "stillroom_kv_cache_prepared_tokens_total", "counter", "Those that were prepared in their document's context."
+)
+PREPARED = MetricSpec("stillroom_prepared_chunks_total", "counter", "Chunks computed before a question asked for them.")
+KV_UNUSED_BYTES = MetricSpec(
+    "stillroom_kv_cache_unused_bytes", "gauge", "Bytes of prepared KV that no question has used yet, by tier.", _TIER
+)
 KV_REPAIRED_TOKENS = MetricSpec(
     "stillroom_kv_cache_repaired_tokens_total", "counter", "Tokens of those documents that were recomputed."
 )

@@ -39,6 +39,13 @@ ANYWHERE_HELP = help_text(
     ),
 )
 
+PREPARED_HELP = help_text(
+    "Measure time to first token of questions that were never asked, over documents that were prepared.",
+    "The model is a Llama with 135 million random weights. Prepared chunks come from device, host and disk; with exact "
+    "reuse only the best chunk is found. Also prints what preparing costs. How to read it: docs/prepared.md.",
+    examples=("stillroom bench prepared", "stillroom bench prepared --repeat 30 --output prepared.json"),
+)
+
 PRELOADING_HELP = help_text(
     "Measure how much loading cached documents adds to the time to first token, and how much overlap saves.",
     "Uses the model and prompts of `bench anywhere`. Documents are on device, host, or disk (with and without the "
@@ -145,6 +152,7 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     """Add the commands to `stillroom bench` and to `stillroom bench pipeline`."""
     add_command(app, "reuse", options.ReuseOptions, _reuse, REUSE_HELP, ["config"])
     add_command(app, "anywhere", options.AnywhereBenchOptions, _anywhere, ANYWHERE_HELP, ["config"])
+    add_command(app, "prepared", options.PreparedBenchOptions, _prepared, PREPARED_HELP, ["config"])
     add_command(app, "preloading", options.PreloadingOptions, _preloading, PRELOADING_HELP, ["config"])
     add_command(app, "policies", options.PoliciesOptions, _policies, POLICIES_HELP, ["config", "work_dir"])
     add_command(app, "structures", options.StructuresOptions, _structures, STRUCTURES_HELP, ["config", "work_dir"])
@@ -166,6 +174,13 @@ def _anywhere(chosen: options.AnywhereBenchOptions, call: Call) -> "BenchResult"
     from stillroom_bench.experiments.anywhere import run_anywhere
 
     return run_anywhere(chosen, call.work_dir, on_progress=call.say)
+
+
+def _prepared(chosen: options.PreparedBenchOptions, call: Call) -> "BenchResult":
+    call.work_dir.mkdir(parents=True, exist_ok=True)
+    from stillroom_bench.experiments.prepared import run_prepared
+
+    return run_prepared(chosen, call.work_dir, on_progress=call.say)
 
 
 def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":

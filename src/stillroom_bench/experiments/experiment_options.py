@@ -73,6 +73,25 @@ class ConvergenceOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedBenchOptions:
+    """Options of `stillroom bench prepared`."""
+
+    num_documents: int = flag(6, "Documents.", "--documents", min=2)
+    document_chunks: int = flag(5, "Chunks of each document.", "--document-chunks", min=1)
+    num_chunks: int = flag(5, "Chunks in a prompt.", "--chunks", min=2)
+    chunk_tokens: int = flag(200, "Tokens of each chunk.", min=1)
+    repeat: int = repeat_flag(15)
+    seed: int = seed_flag()
+    dtype: Dtype = flag("bfloat16", "Type of weights and KV: float32 or bfloat16.")
+    question_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        """Raises UsageError: a prompt needs more chunks than there are."""
+        if self.num_chunks > self.num_documents * self.document_chunks:
+            raise UsageError(f"there are fewer than {self.num_chunks} chunks; raise --documents or --document-chunks")
+
+
+@dataclass(frozen=True, slots=True)
 class AnywhereBenchOptions:
     """Options of `stillroom bench anywhere`, and of `stillroom bench preloading` with one ratio."""
 

@@ -5,7 +5,7 @@ recomputed (`recompute`) to correct what it still carries of its old context. So
 one memory budget and one eviction order. Corrected KV is used by one request and never kept; only computed KV is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from stillroom.config.settings import TokenSelector
@@ -19,6 +19,8 @@ from stillroom.kvcache.tree.provenance import PlaceableNodes
 
 UNKNOWN_IMPACT = 0.75
 """CCI of a copy that was not measured: the middle of its range, [0.5, 1]."""
+CopyOf = Callable[[Piece, Sequence[bytes]], Node | None]
+"""Chooses the copy of a chunk to place, given the contents of the chunks before it in the prompt."""
 _LARGEST_RATIO, _LARGEST_ALPHA = 0.6, 4.0
 """Above these, computing everything is as fast."""
 
@@ -38,6 +40,8 @@ class AnywhereOptions:
     (Cache-Craft Algorithm 1); 0: recompute in all chunks."""
     rotates_keys: bool = True
     """False leaves keys at their old position, which is wrong: for Cache-Craft's Table 3."""
+    only_prepared: bool = False
+    """Place only copies that were computed in their document's context (`prepared`)."""
 
     @property
     def ranks_kept_tokens(self) -> bool:
@@ -80,9 +84,13 @@ class Reusability:
         return fix_overhead(UNKNOWN_IMPACT if self.impact is None else self.impact, self.overlap, 1.0)
 
 
+AS_PREPARED = Reusability(1.0, None)
+"""Of a copy in its document's context: it is used as it is, whatever stands before it in the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A piece of a prompt that takes its KV from a node at another position."""
+    """A piece of a prompt that takes its KV from a node of another context."""
 
     piece_index: int
     node: Node
@@ -94,13 +102,13 @@ class Placement:
 def plan_placements(
     tree: KnowledgeTree,
     pieces: Sequence[Piece],
-    placeable: PlaceableNodes,
+    copy_of: CopyOf,
     num_exact: int,
     options: AnywhereOptions,
     *,
     always_loads: bool,
 ) -> list[Placement]:
-    """Return the chunks behind the first `num_exact` pieces worth placing, each with its best placeable copy.
+    """Return the chunks behind the first `num_exact` pieces worth placing, each with its best copy.
 
     Placing pays if loading the copy is faster than computing the tokens that are then not recomputed, by their measured
     cost as part of a longer prefill.
@@ -111,17 +119,25 @@ def plan_placements(
         piece = pieces[index]
         if piece.kind is not SegmentKind.CHUNK:
             continue
-        variants = filter(placeable.may_place, tree.variants(piece.content))
-        usable = (node for node in variants if _can_be_ranked(node, options))
-        node = best_variant(usable, before, piece.start)
+        node = copy_of(piece, before)
         if node is not None:
             tier = node.tier
             assert tier is not None
-            placement = Placement(index, node, tier, reusability(node, before))
+            fit = AS_PREPARED if options.only_prepared else reusability(node, before)
+            placement = Placement(index, node, tier, fit)
             if always_loads or load_seconds(tree, placement) < saved_seconds(placement, options):
                 found.append(placement)
         before.append(piece.content)
     return found
+
+
+def placeable_copy(
+    tree: KnowledgeTree, placeable: PlaceableNodes, options: AnywhereOptions, piece: Piece, before: Sequence[bytes]
+) -> Node | None:
+    """Return the copy of a chunk that fits best behind these chunks, given by their contents; None without one."""
+    variants = filter(placeable.may_place, tree.variants(piece.content))
+    usable = (node for node in variants if _can_be_ranked(node, options))
+    return best_variant(usable, before, piece.start)
 
 
 def _can_be_ranked(node: Node, options: AnywhereOptions) -> bool:

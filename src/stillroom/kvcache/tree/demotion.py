@@ -111,7 +111,7 @@ class Demoter:
 
     def _make_host_room(self, node: Node) -> bool:
         size = self._tiers.size(node, Tier.HOST)
-        if size > self._tiers.capacity(Tier.HOST):
+        if not self._tiers.may_hold(node, Tier.HOST):
             return False
         while not self._tiers.has_space(Tier.HOST, size):
             if not self._tiers.has_victim(Tier.HOST):
@@ -172,7 +172,7 @@ class Demoter:
 
     def _make_disk_room(self, node: Node) -> bool:
         size = self._tiers.size(node, Tier.DISK)
-        if size > self._tiers.capacity(Tier.DISK):
+        if not self._tiers.may_hold(node, Tier.DISK):
             return False
         while not self._tiers.has_space(Tier.DISK, size):
             if not self._tiers.has_victim(Tier.DISK):

@@ -18,7 +18,7 @@ from stillroom.kvcache.tree.demotion import Demoter
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.node_index import NodeIndex
 from stillroom.kvcache.tree.pieces import Piece
-from stillroom.kvcache.tree.provenance import Context, detached_key
+from stillroom.kvcache.tree.provenance import Context
 from stillroom.kvcache.tree.restore import restore_nodes
 from stillroom.kvcache.tree.tier_state import TIERS, TierState
 from stillroom.kvcache.tree.tree_options import TreeOptions
@@ -92,6 +92,14 @@ class KnowledgeTree:
         """Nodes with a copy in a tier."""
         return self._tiers.num_nodes(tier)
 
+    def unused_room(self) -> int:
+        """Bytes that host or disk, whichever has more, can still take of KV that was prepared and never used."""
+        return max(self._tiers.unused_room(tier) for tier in (Tier.HOST, Tier.DISK))
+
+    def num_unused_bytes(self, tier: Tier) -> int:
+        """Bytes of the copies in a tier that were prepared and never used."""
+        return self._tiers.num_unused_bytes(tier)
+
     @property
     def num_idle_blocks(self) -> int:
         """Device blocks that are kept and that no running sequence uses; eviction frees them."""
@@ -126,6 +134,8 @@ class KnowledgeTree:
             cost_per_token: seconds, if the request has to compute it; None if it does not.
             overhead: CFO; 0 where the copy is used as it is.
         """
+        if not node.is_used:
+            self._tiers.count_first_use(node)
         node.frequency.add(self._now())
         self._num_uses += 1
         node.recency = self._num_uses
@@ -168,10 +178,15 @@ class KnowledgeTree:
 
     # Growing
 
-    def insert(self, piece: Piece, block_ids: Sequence[BlockId], cost_per_token: float) -> Node:
+    def insert(
+        self, piece: Piece, block_ids: Sequence[BlockId], cost_per_token: float, *, is_used: bool = True
+    ) -> Node:
         """Keep a piece that was computed into these blocks: as a new node, or as the device copy of its node.
 
         The tree takes a reference of its own to the blocks. Precondition: the piece before it is on the device.
+
+        Args:
+            is_used: False: a preparing prompt computed it.
 
         Raises:
             NonFiniteError: the blocks hold NaN or an infinity; nothing is kept.
@@ -179,7 +194,7 @@ class KnowledgeTree:
         self._check_finite(piece, block_ids)
         node = self._nodes.get(piece.key)
         if node is None:
-            node = self._add_node(piece, piece.key, None, cost_per_token)
+            node = self._add_node(piece, piece.key, None, cost_per_token, is_used=is_used)
         assert node.block_ids is None
         self.pool.acquire(block_ids)
         self._tiers.add_device_copy(node, list(block_ids))
@@ -190,19 +205,19 @@ class KnowledgeTree:
     def insert_detached(
         self, piece: Piece, block_ids: Sequence[BlockId], context: Context, cost_per_token: float
     ) -> Node:
-        """Keep a chunk that was computed after chunks whose KV was not exact, as a node without parent.
+        """Keep a chunk as a node without parent: computed after chunks whose KV was not exact, or for later prompts.
 
         Such a node is never part of an exact prefix; it can be placed. Its key names content, position and provenance,
-        so an existing node of that key has seen the same chunks and is returned unchanged. The tree takes a reference
-        of its own to the blocks. Raises as `insert`.
+        so an existing node of that key has seen the same chunks and is returned unchanged. A node in its document's
+        context counts no use yet. The tree takes a reference of its own to the blocks. Raises as `insert`.
         """
         assert piece.chunk_id in context.seen
         self._check_finite(piece, block_ids)
-        key = detached_key(piece.content, piece.start, context.seen, context.system)
+        key = context.key_of(piece.content, piece.start)
         existing = self._nodes.get(key)
         if existing is not None:
             return existing
-        node = self._add_node(piece, key, context, cost_per_token)
+        node = self._add_node(piece, key, context, cost_per_token, is_used=not context.document_path)
         self.pool.acquire(block_ids)
         self._tiers.add_device_copy(node, list(block_ids))
         return node
@@ -211,7 +226,9 @@ class KnowledgeTree:
         if not self.mover.is_finite(block_ids, piece.num_tokens):
             raise NonFiniteError
 
-    def _add_node(self, piece: Piece, key: NodeKey, context: Context | None, cost_per_token: float) -> Node:
+    def _add_node(
+        self, piece: Piece, key: NodeKey, context: Context | None, cost_per_token: float, *, is_used: bool
+    ) -> Node:
         node = self._nodes.attach(
             key,
             piece.parent,
@@ -222,7 +239,11 @@ class KnowledgeTree:
             owner=piece.owner,
             context=context,
         )
-        self.touch(node, cost_per_token)
+        if is_used:
+            self.touch(node, cost_per_token)
+        else:
+            node.add_cost(cost_per_token)
+            self.stats.prepared += piece.chunk_id is not None
         self._nodes.unstored[key] = None
         return node
 

@@ -55,6 +55,7 @@ class Node:
         "cost_here",
         "depth",
         "disk_bytes",
+        "document_path",
         "first_position",
         "frequency",
         "heat",
@@ -81,6 +82,7 @@ class Node:
         content: bytes,
         before: tuple[bytes, ...] = (),
         detached_seen: frozenset[ChunkId] = frozenset(),
+        document_path: tuple[ChunkId, ...] = (),
         first_position: int,
         num_tokens: int,
         chunk_id: ChunkId | None,
@@ -98,6 +100,8 @@ class Node:
         """Contents of the chunks before it when its KV was computed, in order, as far as is known."""
         self.detached_seen = detached_seen
         """Chunks whose text the KV of a detached node has seen, its own included; empty for a node on a path."""
+        self.document_path = document_path
+        """For KV in its document's context: the chunks of the document that it has seen, in order, its own last."""
         self.first_position = first_position
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id
@@ -155,6 +159,11 @@ class Node:
             yield node
             node = node.parent
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any request has used it; prepared KV starts without a use."""
+        return self.heat > -math.inf
+
     def add_use(self, half_lives: float) -> None:
         """Count a use in `heat`.
 
@@ -185,5 +194,7 @@ class Node:
             content=self.content,
             notes=b"" if self.mass is None else self.mass.to_bytes(),
             owner=self.owner,
-            seen=tuple(sorted(self.seen)),
+            seen=self.document_path or tuple(sorted(self.seen)),
+            is_used=self.is_used,
+            is_in_document=bool(self.document_path),
         )

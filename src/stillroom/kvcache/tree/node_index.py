@@ -97,6 +97,7 @@ class NodeIndex:
             content=content,
             before=before,
             detached_seen=frozenset() if context is None else context.seen,
+            document_path=() if context is None else context.document_path,
             first_position=first_position,
             num_tokens=num_tokens,
             chunk_id=chunk_id,

@@ -2,7 +2,8 @@
 
 A node on an exact path has seen that path and nothing else. A detached node, which has no parent, has seen every chunk
 before it in its prompt, and all that the placed nodes among those had seen. Its key hashes that set, so nodes of
-different provenance have different keys, and a set that does not match the key is refused.
+different provenance have different keys, and a set that does not match the key is refused. A node in its document's
+context is detached too; it has seen chunks of its own document, and its key hashes them in order.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ MAX_SEEN = 256
 """Most chunks that a detached node may have seen; KV that has seen more is not kept. Bounds what the removal of one
 document drops."""
 
-_DETACHED = b"anywhere"
+_DETACHED, _IN_DOCUMENT = b"anywhere", b"document"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,33 @@ class Context:
     """Chunks it has seen, its own included."""
     system: bytes = NO_CONTENT
     """Content of the prompt's system message."""
+    document_path: tuple[ChunkId, ...] = ()
+    """The same chunks in the order of their document, if it has seen nothing else."""
+
+    def key_of(self, content: bytes, first_position: int) -> NodeKey:
+        """Return the key of a detached node of this context."""
+        if self.document_path:
+            return document_key(content, first_position, self.document_path, self.system)
+        return detached_key(content, first_position, self.seen, self.system)
 
 
 def detached_key(content: bytes, first_position: int, seen: Iterable[ChunkId], system: bytes) -> NodeKey:
-    """Return the key of a detached node."""
-    ids = b"".join(chunk_id.to_bytes(8, "little") for chunk_id in sorted(seen))
-    return NodeKey(hashlib.sha256(_DETACHED + content + first_position.to_bytes(8, "little") + system + ids).digest())
+    """Return the key of a detached node whose chunks came from any documents."""
+    return _hashed(_DETACHED, content, first_position, sorted(seen), system)
+
+
+def document_key(content: bytes, first_position: int, path: Iterable[ChunkId], system: bytes) -> NodeKey:
+    """Return the key of a node in its document's context.
+
+    Args:
+        path: chunks of the document in order, from the first that it has seen to itself.
+    """
+    return _hashed(_IN_DOCUMENT, content, first_position, path, system)
+
+
+def _hashed(kind: bytes, content: bytes, first_position: int, chunk_ids: Iterable[ChunkId], system: bytes) -> NodeKey:
+    ids = b"".join(chunk_id.to_bytes(8, "little") for chunk_id in chunk_ids)
+    return NodeKey(hashlib.sha256(kind + content + first_position.to_bytes(8, "little") + system + ids).digest())
 
 
 def system_of(pieces: Sequence[Piece]) -> bytes:
@@ -69,6 +91,16 @@ class PlaceableNodes:
         self._may_see = may_see
         self._known: dict[NodeKey, bool] = {}
 
+    @property
+    def system(self) -> bytes:
+        """Content of the request's system message; `NO_CONTENT` without one."""
+        return self._system
+
+    def may_see(self, seen: set[ChunkId]) -> bool:
+        """Whether the request may use KV that has seen these chunks and no message but its own."""
+        others = seen - self._own
+        return self._may_see is None or not others or self._may_see(others)
+
     def may_place(self, node: Node) -> bool:
         """Whether the request may place a node; decided once for each node."""
         known = self._known.get(node.key)
@@ -84,5 +116,4 @@ class PlaceableNodes:
             key = detached_key(node.content, node.first_position, node.detached_seen, self._system)
             if key != node.key:  # after another system message, or of unknown provenance
                 return False
-        others = node.seen - self._own
-        return self._may_see is None or not others or self._may_see(others)
+        return self.may_see(node.seen)

@@ -39,14 +39,18 @@ def restore_nodes(
             num_tokens=record.num_tokens,
             chunk_id=record.chunk_id,
             owner=record.owner,
-            context=Context(before, frozenset(record.seen)) if _is_detached(record) else None,
+            context=_context(record, before) if _is_detached(record) else None,
         )
         node.mass = mass
         node.frequency.add(now, record.frequency)
-        node.heat = half_lives + math.log2(max(record.frequency, 1.0))
+        node.heat = half_lives + math.log2(max(record.frequency, 1.0)) if record.is_used else -math.inf
         node.avg_cost, node.num_computed = record.avg_cost, 1
         tiers.add_copy(node, Tier.DISK)
     return orphans
+
+
+def _context(record: NodeRecord, before: tuple[bytes, ...]) -> Context:
+    return Context(before, frozenset(record.seen), document_path=record.seen if record.is_in_document else ())
 
 
 def _has_place(record: NodeRecord, nodes: NodeIndex) -> bool:
@@ -59,5 +63,5 @@ def _has_place(record: NodeRecord, nodes: NodeIndex) -> bool:
 
 
 def _is_detached(record: NodeRecord) -> bool:
-    """Whether it has no parent although it is not at the beginning of a prompt."""
-    return record.parent == record.key and record.first_position > 0
+    """Whether it is a node without parent that is no beginning of prompts."""
+    return record.parent == record.key and (record.first_position > 0 or record.is_in_document)

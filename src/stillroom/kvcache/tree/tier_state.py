@@ -36,7 +36,9 @@ class TierState:
         self._now = now
         self._changed: set[bytes] | None = None
         self._capacity = {Tier.HOST: options.host_bytes, Tier.DISK: options.disk_bytes}
+        self._unused_capacity = {Tier.HOST: options.unused_host_bytes, Tier.DISK: options.unused_disk_bytes}
         self._used = dict.fromkeys(Tier, 0)
+        self._unused = dict.fromkeys(Tier, 0)
         self._num_copies = dict.fromkeys(Tier, 0)
         self._queues: dict[Tier, IndexedHeap[Node]] = {tier: IndexedHeap() for tier in Tier}
         self._clocks = dict.fromkeys(Tier, 0.0)
@@ -54,6 +56,31 @@ class TierState:
     def num_nodes(self, tier: Tier) -> int:
         """Nodes with a copy in a tier."""
         return self._num_copies[tier]
+
+    def num_unused_bytes(self, tier: Tier) -> int:
+        """Bytes of the copies in a tier that were prepared and never used."""
+        return self._unused[tier]
+
+    def unused_room(self, tier: Tier) -> int:
+        """Bytes that a tier can still take of KV that was prepared and never used; at least 0."""
+        budget = self._unused_capacity[tier] - self._unused[tier]
+        return max(0, min(budget, self._capacity[tier] - self._used[tier]))
+
+    def count_first_use(self, node: Node) -> None:
+        """Count a node's copies as used from now on. Precondition: it was not used."""
+        for tier in TIERS:
+            if node.is_in(tier):
+                self._unused[tier] -= self.size(node, tier)
+
+    def may_hold(self, node: Node, tier: Tier) -> bool:
+        """Whether a node may take room on host or disk, by evictions if need be.
+
+        KV that was prepared and never used has a budget, and takes free space only.
+        """
+        size = self.size(node, tier)
+        if node.is_used:
+            return size <= self._capacity[tier]
+        return self.has_space(tier, size) and self._unused[tier] + size <= self._unused_capacity[tier]
 
     def capacity(self, tier: Tier) -> int:
         """Bytes of host or disk."""
@@ -141,6 +168,8 @@ class TierState:
             self._changed |= {node.key, node.content}
         self._num_copies[tier] += by
         self._used[tier] += by * self.size(node, tier)
+        if not node.is_used:
+            self._unused[tier] += by * self.size(node, tier)
         if node.parent is not None:
             node.parent.num_children_in[tier] += by
             self._update_queues(node.parent, (tier,))
@@ -160,7 +189,10 @@ class TierState:
         self._clocks[tier] = max(self._clocks[tier], victim.priority[tier])
 
     def priority(self, node: Node, tier: Tier) -> float:
-        """Value of a node to a tier by the eviction policy; the lowest is evicted first."""
+        """Value of a node to a tier by the eviction policy; the lowest is evicted first. A node that was never used is
+        evicted before all others."""
+        if not node.is_used:
+            return float("-inf")
         return self._options.policy(
             NodeUse(
                 key=node.key,
@@ -228,13 +260,16 @@ class TierState:
     def check_integrity(self, nodes: Collection[Node]) -> None:
         """Check every invariant of the module over all nodes of the tree."""
         assert self.num_idle_blocks == sum(len(node.block_ids or ()) for node in nodes if node.num_users == 0)
-        used, num_copies = dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0)
+        used, unused, num_copies = (dict.fromkeys(Tier, 0) for _ in range(3))
         for node in nodes:
             self._check_node(node)
             for tier in Tier:
-                used[tier] += self.size(node, tier) if node.is_in(tier) else 0
+                size = self.size(node, tier) if node.is_in(tier) else 0
+                used[tier] += size
+                unused[tier] += 0 if node.is_used else size
                 num_copies[tier] += node.is_in(tier)
-        assert (used, num_copies) == (self._used, self._num_copies), "copies and their sums differ"
+        sums = (self._used, self._unused, self._num_copies)
+        assert (used, unused, num_copies) == sums, "copies and their sums differ"
         assert all(used[tier] <= limit for tier, limit in self._capacity.items()), "a tier is over its capacity"
         known = set(nodes)
         for queue in self._queues.values():

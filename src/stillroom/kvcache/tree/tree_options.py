@@ -12,6 +12,9 @@ class TreeOptions:
 
     host_bytes: int = 0
     disk_bytes: int = 0
+    unused_host_bytes: int = 0
+    unused_disk_bytes: int = 0
+    """Parts of host and disk that KV may take which was prepared and never used."""
     is_disk_read_only: bool = False
     """Another process writes to the disk: records there are used, none is stored or removed."""
     bytes_per_token: int = 1

@@ -57,6 +57,10 @@ class ClosedCorpus:
                 found.update(ChunkId(row[0]) for row in connection.execute(statement, batch))
         return found
 
+    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """Return nothing: no question comes from a knowledge base that is not open."""
+        return {}
+
     def _read_state(self) -> tuple[str, int]:
         """Return identity and number of changes."""
         file = CorpusFile(self._path)

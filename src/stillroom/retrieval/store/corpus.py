@@ -184,6 +184,15 @@ class Corpus:
         found = self._select_in(sql_rows.SELECT_EXISTING, list(chunk_ids), self._quick_reading)
         return {ChunkId(row[0]) for row in found}
 
+    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """Return the chunks before each of these in its document, in order, at most the last `limit`."""
+        found: dict[ChunkId, tuple[ChunkId, ...]] = {}
+        with self._quick_reading() as connection:
+            for chunk_id in chunk_ids:
+                rows = connection.execute(sql_rows.SELECT_BEFORE, {"chunk": int(chunk_id), "limit": limit}).fetchall()
+                found[chunk_id] = tuple(ChunkId(row[0]) for row in reversed(rows))
+        return found
+
     def embeddings(self, chunk_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return ids [n] and embeddings [n, d] in the given order; removed chunks are left out."""
         found = {row[0]: row[1] for row in self._select_in(sql_rows.SELECT_VECTORS, chunk_ids)}

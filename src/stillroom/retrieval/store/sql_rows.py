@@ -62,6 +62,8 @@ CHUNK_COLUMNS = """c.chunk_id, c.document_id, c.ordinal, c.text, c.title, c.head
 SELECT_CHUNKS = f"SELECT {CHUNK_COLUMNS} FROM chunks c WHERE c.chunk_id IN ({{}})"
 SELECT_CHUNKS_OF = f"""SELECT {CHUNK_COLUMNS}, v.vector FROM chunks c JOIN vectors v USING (chunk_id)
     WHERE c.document_id = ? ORDER BY c.ordinal LIMIT ? OFFSET ?"""
+SELECT_BEFORE = """SELECT o.chunk_id FROM chunks c JOIN chunks o ON o.document_id = c.document_id
+    WHERE c.chunk_id = :chunk AND o.ordinal < c.ordinal ORDER BY o.ordinal DESC LIMIT :limit"""
 SELECT_VECTORS = "SELECT chunk_id, vector FROM vectors WHERE chunk_id IN ({})"
 SELECT_EXISTING = "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})"
 _INFO = "SELECT document_id, title, num_chunks, num_bytes, added_at, metadata FROM documents"

@@ -73,17 +73,20 @@ class DocumentRoutes:
         self._tenants: dict[str, _TenantDocuments] = {}
 
     def begin(self, tenants: Tenants) -> None:
-        """Complete uploads that a killed server left: of the default tenant now, of others when they are opened.
+        """Complete uploads that a killed server left, and begin to prepare documents if the settings say so: of the
+        default tenant now, of others when they are opened.
 
         Called on the event loop.
         """
         loop = asyncio.get_running_loop()
 
         def opened(tenant: str, stillroom: "Stillroom") -> None:
+            begin_preparing(stillroom)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._complete, tenant, stillroom)
 
         tenants.on_open = opened
+        begin_preparing(tenants.default)
         self._complete(DEFAULT_TENANT, tenants.default)
 
     def _complete(self, tenant: str, stillroom: "Stillroom") -> None:
@@ -298,3 +301,10 @@ class _UploadEvents(StreamingResponse):
                 logger.exception("an upload failed")
             self._failed_with, body = describe(error)
             yield as_event(body)
+
+
+def begin_preparing(stillroom: "Stillroom") -> None:
+    """Prepare documents while the model answers no question, if the settings say so (`prepare.when_idle`)."""
+    when, reuse = stillroom.config.prepare.when_idle, stillroom.config.reuse
+    if reuse.keeps_kv and (when == "on" or (when == "auto" and reuse.mode == "prepared")):
+        stillroom.preparing.begin()

@@ -142,9 +142,12 @@ function reason(segment) {
   const words = {
     hit: "kept from an earlier question",
     placed: "kept from another position in a prompt",
+    prepared: "prepared in its document before the question",
   };
   return (words[segment.reason] ?? segment.reason) + again;
 }
+
+const segmentsOf = (reuse, reason) => reuse.segments?.some((segment) => segment.reason === reason);
 
 function savings(reuse) {
   if (!reuse.num_cached_tokens) return `All ${count(reuse.num_prompt_tokens, "token")} of the prompt were computed.`;
@@ -152,7 +155,7 @@ function savings(reuse) {
   const saved = reuse.saved_seconds > 0.0005 ? `, which saved about ${duration(reuse.saved_seconds)}` : "";
   return (
     `${reuse.num_cached_tokens.toLocaleString("en")} of ${count(reuse.num_prompt_tokens, "token")} (${share}) ` +
-    `were kept from earlier questions${saved}.`
+    `were kept${segmentsOf(reuse, "prepared") ? ", some prepared before any question" : " from earlier questions"}${saved}.`
   );
 }
 

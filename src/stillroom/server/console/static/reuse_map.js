@@ -9,11 +9,11 @@ const MOST_ROWS = 15;
 
 const records = new Map(); // request id -> record; records do not change
 
-export const ORIGINS = { device: "device", host: "host memory", disk: "disk", placed: "another position", computed: "computed" };
-const LETTERS = { device: "D", host: "H", disk: "S", placed: "P", computed: "\u00b7" };
+export const ORIGINS = { device: "device", host: "host memory", disk: "disk", placed: "another position", prepared: "prepared in its document", computed: "computed" };
+const LETTERS = { device: "D", host: "H", disk: "S", placed: "P", prepared: "A", computed: "\u00b7" };
 
-/** Source of a segment's KV: its tier, `placed` or `computed`. */
-export const origin = (segment) => (segment.reason === "placed" ? "placed" : segment.source);
+/** Source of a segment's KV: its tier, `placed`, `prepared` or `computed`. */
+export const origin = (segment) => (["placed", "prepared"].includes(segment.reason) ? segment.reason : segment.source);
 
 /** The map of these questions, latest last; null if none of them reports the parts of its prompt. */
 export async function reuseMap(summaries) {

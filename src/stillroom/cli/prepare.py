@@ -1,0 +1,84 @@
+"""`stillroom prepare`: compute the KV of documents before a question asks for it."""
+
+from typing import Annotated
+
+import typer
+
+from stillroom.cli.console import count, duration, line, note, print_json, size
+from stillroom.cli.opening import load_settings, open_stillroom
+from stillroom.cli.options import (
+    DEFAULT_KB,
+    ConfigOption,
+    JsonOption,
+    KbOption,
+    ModelOption,
+    QuietOption,
+    ReuseOption,
+    help_text,
+)
+from stillroom.cli.progress import counting
+
+HELP = help_text(
+    "Compute the KV of documents now, so that the first question about them finds it.",
+    "With --reuse prepared, each chunk is computed behind the chunks before it in its document, and a prompt uses it "
+    "at any place; answers may differ from a full prefill's. With --reuse exact, each chunk is computed as the "
+    "beginning of a prompt: the best chunk of a first question is found, and no token changes. Ask in the same mode.",
+    "Documents that searches return most come first, then the newest. It stops when the budget is full "
+    "(prepare.disk_bytes). Ctrl-C keeps what is computed; the same command does the rest. A server with reuse.mode = "
+    "prepared does this by itself while it is idle. How it works: docs/prepared.md.",
+    examples=(
+        "stillroom prepare --kb ./kb --model ./models/qwen2.5-0.5b --reuse prepared",
+        "stillroom prepare guide.md --kb ./kb --model ./models/qwen2.5-0.5b",
+        "stillroom prepare --json | jq .num_computed",
+    ),
+)
+
+
+def prepare(  # noqa: PLR0913  one parameter per flag
+    documents: Annotated[
+        list[str] | None, typer.Argument(metavar="[DOCUMENT]...", help="Documents by id or file; default: all.")
+    ] = None,
+    kb: KbOption = DEFAULT_KB,
+    model: ModelOption = None,
+    reuse: ReuseOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    # no question waits here, so steps may be long
+    flags: dict[str, object] = {
+        "runtime.model": model,
+        "reuse.mode": reuse,
+        "prepare.idle_s": 0.0,
+        "prepare.step_ms": 1e6,
+    }
+    settings = load_settings(config, flags)
+    shown = counting("preparing chunks", is_shown=not (quiet or as_json))
+    with open_stillroom(kb, settings) as stillroom, shown as on_progress:
+        report = stillroom.prepare(
+            *(documents or ()), progress=lambda done: on_progress(done.num_chunks_done, done.num_chunks_total)
+        )
+    if as_json:
+        print_json(
+            {
+                "mode": settings.reuse.mode,
+                "num_documents": report.num_documents,
+                "num_documents_total": report.num_documents_total,
+                "num_chunks": report.num_chunks,
+                "num_chunks_total": report.num_chunks_total,
+                "num_computed": report.num_computed,
+                "num_skipped": report.num_skipped,
+                "num_bytes": report.num_bytes,
+                "seconds": report.seconds,
+                "is_full": report.is_full,
+            }
+        )
+        return
+    line(
+        f"prepared {report.num_chunks:,} of {count(report.num_chunks_total, 'chunk')} in {duration(report.seconds)}: "
+        f"{report.num_computed:,} computed now, {size(report.num_bytes)} of KV"
+    )
+    if report.num_skipped:
+        note(f"{count(report.num_skipped, 'chunk')} are too long for the model or its KV pool (runtime.kv_bytes)")
+    if report.is_full:
+        note("the budget is full; raise prepare.disk_bytes and reuse.disk_bytes to prepare the rest")

@@ -1,0 +1,103 @@
+"""KV of chunks in the context of their own document: prepared before a question asks for it, and placed as it is.
+
+A preparing prompt is the system message and consecutive chunks of one document. Each of its chunks becomes a node
+without parent, whose key names the chunks of the document that it has seen, in order. A later prompt may place such a
+node if these are still the chunks before it in its document; nothing of it is computed again, because that would
+replace what it knows of its document by what the prompt happens to hold. Nodes without parent are evicted and read one
+by one: the end of a document does not need its beginning.
+"""
+
+from collections.abc import Sequence
+
+from stillroom.core.ids import ChunkId
+from stillroom.core.prompt import SegmentKind
+from stillroom.kvcache.lease import Lease
+from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.node import Node
+from stillroom.kvcache.tree.pieces import Piece
+from stillroom.kvcache.tree.provenance import Context, document_key, system_of
+
+
+def prepared_copy(tree: KnowledgeTree, lease: Lease, piece: Piece) -> Node | None:
+    """Return the copy of a chunk that has seen most chunks before it in its document; None if there is none to use.
+
+    Of equal copies the one in the fastest tier is returned.
+    """
+    if piece.chunk_id is None:
+        return None
+    before = lease.before.get(piece.chunk_id, ())
+    best: Node | None = None
+    for node in tree.variants(piece.content):
+        is_better = best is None or (-len(node.document_path), node.tier) < (-len(best.document_path), best.tier)
+        if is_better and _is_current(node, (*before, piece.chunk_id), lease):
+            best = node
+    return best
+
+
+def _is_current(node: Node, path: tuple[ChunkId, ...], lease: Lease) -> bool:
+    """Whether a node has seen the end of a path in its document, under the same system message, and nothing else."""
+    own = node.document_path
+    if not own or own != path[-len(own) :] or not lease.placeable.may_see(node.seen):
+        return False
+    return node.key == document_key(node.content, node.first_position, own, lease.placeable.system)
+
+
+def prepared_path(tree: KnowledgeTree, lease: Lease) -> list[Node]:
+    """Return the kept nodes that a preparing prompt begins with: its system message, then chunks in this context."""
+    found: list[Node] = []
+    pieces = lease.pieces[: num_pieces_to_keep(lease)]
+    for piece, context in zip(pieces, _contexts(pieces), strict=True):
+        key = piece.key if context is None else context.key_of(piece.content, piece.start)
+        node = tree.get(key)
+        if node is None:
+            break
+        found.append(node)
+    return found
+
+
+def is_prepared(tree: KnowledgeTree, lease: Lease) -> bool:
+    """Whether each chunk that a preparing prompt is for has a copy in this context."""
+    contexts = zip(lease.pieces, _contexts(lease.pieces), strict=True)
+    wanted = ((piece, context) for piece, context in contexts if context and piece.chunk_id in lease.prepares)
+    return all(tree.get(context.key_of(piece.content, piece.start)) is not None for piece, context in wanted)
+
+
+def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:
+    """Keep the chunks of a preparing prompt that are complete: those within its first `num_computed` tokens.
+
+    Raises:
+        NonFiniteError: a chunk's KV holds NaN or an infinity. It is not kept.
+    """
+    contexts = _contexts(lease.pieces)
+    end = min(lease.num_keepable, num_pieces_to_keep(lease))
+    while lease.num_committed < end and lease.pieces[lease.num_committed].end <= num_computed:
+        piece, context = lease.pieces[lease.num_committed], contexts[lease.num_committed]
+        own = lease.table.blocks_of(piece.start, piece.num_tokens)
+        kept: Node | None = None
+        if context is None and tree.get(piece.key) is None:
+            kept = tree.insert(piece, own, lease.cost_per_token)  # used by every prompt
+        elif context is not None and piece.chunk_id in lease.prepares:
+            kept = tree.insert_detached(piece, own, context, lease.cost_per_token)
+        if kept is not None:
+            tree.acquire([kept])
+            lease.nodes.append(kept)
+        lease.num_committed += 1
+
+
+def num_pieces_to_keep(lease: Lease) -> int:
+    """Return how many pieces of a preparing prompt may be kept: its system message and chunks, not its question."""
+    return sum(piece.kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) for piece in lease.pieces)
+
+
+def _contexts(pieces: Sequence[Piece]) -> list[Context | None]:
+    """The context of each chunk of a preparing prompt; None for its system message."""
+    system, before, path = system_of(pieces), list[bytes](), list[ChunkId]()
+    found: list[Context | None] = []
+    for piece in pieces:
+        if piece.kind is not SegmentKind.CHUNK or piece.chunk_id is None:
+            found.append(None)
+            continue
+        path.append(piece.chunk_id)
+        found.append(Context(tuple(before), frozenset(path), system, tuple(path)))
+        before.append(piece.content)
+    return found

@@ -1,0 +1,190 @@
+"""Prepares a knowledge base's documents: computes their KV before a question asks for it, most valuable first.
+
+A document's value is how often searches returned it (a Count-Min sketch, llmds 3.4); of equal ones the newest is first.
+RAGCache (3.2) measures that 3 % of the documents take 60 % of the requests.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stillroom.core.cancellation import Cancellation
+from stillroom.core.clock import Clock
+from stillroom.core.document import DocumentInfo
+from stillroom.core.ids import DocumentId
+from stillroom.errors import ChangeCancelledError, EngineClosedError, StillroomError
+from stillroom.rag.document_demand import DocumentDemand
+from stillroom.retrieval.knowledge_base import KnowledgeBase
+
+if TYPE_CHECKING:  # it imports torch
+    from stillroom.backends.document_windows import DocumentWindows
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_RUNS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareProgress:
+    num_chunks_done: int
+    num_chunks_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareReport:
+    """What one run of `Preparer.run` did."""
+
+    num_documents: int
+    """Documents all of whose chunks are prepared now."""
+    num_documents_total: int
+    num_chunks: int
+    """Chunks that are prepared now, by this run or before."""
+    num_chunks_total: int
+    num_computed: int
+    """Chunks that this run computed."""
+    num_skipped: int
+    """Chunks that are too long for the model or the KV pool."""
+    num_bytes: int
+    """Bytes of prepared KV that no question has used yet."""
+    seconds: float
+    is_full: bool
+    """Whether it stopped because the budget is full (`prepare.disk_bytes`, `prepare.host_bytes`)."""
+
+
+class Preparer:
+    """Prepares the documents of one knowledge base."""
+
+    def __init__(self, kb: KnowledgeBase, windows: "DocumentWindows", demand: DocumentDemand, clock: Clock) -> None:
+        self._kb, self._windows, self._demand, self._clock = kb, windows, demand, clock
+
+    def run(
+        self,
+        documents: Collection[DocumentId] | None = None,
+        on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+        stop: Cancellation | None = None,
+    ) -> PrepareReport:
+        """Prepare documents until all are prepared or the budget is full. What is kept already is not computed again.
+
+        Args:
+            documents: None: all.
+            stop: ends the run from another thread; what is computed by then is kept.
+
+        Raises:
+            ChangeCancelledError: `stop` was cancelled.
+            EngineError: the engine was closed, or fails.
+        """
+        stop, began = stop or Cancellation(), self._clock.monotonic()
+        infos = [info for info in self._kb.documents() if documents is None or info.document_id in documents]
+        total = sum(info.num_chunks for info in infos)
+        num_done = num_computed = num_skipped = num_whole = 0
+        is_full = False
+        for info in sorted(infos, key=self._order):
+            chunks = self._kb.chunks_of(info.document_id)
+            windows = self._windows.windows_of(chunks)
+            num_skipped += len(chunks) - sum(len(window.new) for window in windows)
+            for window in windows:
+                stop.check()
+                is_full = not self._windows.has_room_for(window)
+                if is_full:
+                    break
+                num_computed += len(window.new) * self._windows.compute(window, stop)
+                num_done += len(window.new)
+                on_progress(PrepareProgress(num_done, total))
+            if is_full:
+                break
+            num_whole += 1
+        return PrepareReport(
+            num_whole,
+            len(infos),
+            num_done,
+            total,
+            num_computed,
+            num_skipped,
+            self._windows.num_bytes,
+            self._clock.monotonic() - began,
+            is_full,
+        )
+
+    def _order(self, info: DocumentInfo) -> tuple[int, float, DocumentId]:
+        return -self._demand.of(info.document_id), -info.added_at, info.document_id
+
+
+class Preparing:
+    """The preparing of one `Stillroom`: on request, or in a thread while its model answers no question."""
+
+    def __init__(
+        self, kb: KnowledgeBase, load: Callable[[], "DocumentWindows"], demand: DocumentDemand, clock: Clock
+    ) -> None:
+        """
+        Args:
+            load: loads the model if need be. Raises UsageError: the model keeps no KV.
+        """
+        self._kb, self._load, self._demand, self._clock = kb, load, demand, clock
+        self._thread: threading.Thread | None = None
+        self._stop = Cancellation()
+        self._wake = threading.Event()
+        self.report: PrepareReport | None = None
+        """Of the last complete run of the thread."""
+
+    def run(
+        self,
+        documents: Collection[DocumentId] | None = None,
+        on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+        stop: Cancellation | None = None,
+    ) -> PrepareReport:
+        """As `Preparer.run`. Raises also as `load`."""
+        return Preparer(self._kb, self._load(), self._demand, self._clock).run(documents, on_progress, stop)
+
+    def begin(self) -> None:
+        """Start the thread, which prepares all documents, again after each change of documents. Idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="stillroom-preparing", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Look for changed documents now instead of a few seconds later."""
+        self._wake.set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def end(self) -> None:
+        """End the thread; what it has computed is kept. Idempotent."""
+        self._stop.cancel()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        seen: int | None = None
+        while not self._stop.is_cancelled:
+            try:
+                now = self._kb.num_changes
+                if now != seen:
+                    self.report = self.run(stop=self._stop)
+                    seen = now
+                    _log(self.report)
+            except (ChangeCancelledError, EngineClosedError):
+                return
+            except StillroomError as error:
+                logger.warning("documents are not prepared now: %s", error)
+            except Exception:
+                logger.exception("preparing documents failed; it is tried again")
+            self._wake.wait(_SECONDS_BETWEEN_RUNS)
+            self._wake.clear()
+
+
+def _log(report: PrepareReport) -> None:
+    if report.num_computed:
+        logger.info(
+            "prepared %d chunks in %.1f s: %d of %d documents%s",
+            report.num_computed,
+            report.seconds,
+            report.num_documents,
+            report.num_documents_total,
+            "; the budget is full" if report.is_full else "",
+        )

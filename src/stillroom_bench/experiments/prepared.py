@@ -1,0 +1,200 @@
+"""`stillroom bench prepared`: time to first token of questions that were never asked, over prepared documents.
+
+Each question reads chunks of several documents, drawn anew. Compared are a full prefill, exact reuse whose best chunk
+was prepared, and chunks that were prepared in their document's context, on the device, on the host and on disk. Also
+measured is what preparing costs. How to read it: docs/prepared.md
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stillroom.config.settings import ReuseConfig
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt
+from stillroom.core.request import Request, SamplingParams
+from stillroom.models.decoder import Decoder
+from stillroom.models.loader import load_decoder
+from stillroom_bench.experiments.anywhere_engine import (
+    Answers,
+    BenchEngine,
+    build_fixture,
+    chunk,
+    question,
+    system,
+)
+from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions, PreparedBenchOptions
+from stillroom_bench.instrument.bench_report import BenchResult
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
+from stillroom_bench.quality.runtime import Shape, write_checkpoint
+
+FULL, EXACT = "full prefill", "best chunk prepared, exact"
+
+
+class BenchDocuments:
+    """The documents of the benchmark: document d has chunks d * length to (d + 1) * length - 1."""
+
+    def __init__(self, num_documents: int, length: int) -> None:
+        self._length = length
+        self.documents = [range(start * length, (start + 1) * length) for start in range(num_documents)]
+        self.num_changes = 0
+
+    def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        return set(chunk_ids)
+
+    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        return {one: tuple(map(ChunkId, range(one - one % self._length, one))) for one in chunk_ids}
+
+
+def run_prepared(
+    options: PreparedBenchOptions,
+    work_dir: Path,
+    *,
+    shape: Shape | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> BenchResult:
+    """Run the benchmark.
+
+    Args:
+        work_dir: folder that keeps the checkpoint between runs, and KV during a run.
+        shape: shape of the model with random weights; None: 135 million parameters.
+    """
+    shape, environment = shape or Shape(), record_environment()
+    folder = write_checkpoint(work_dir, shape, options.dtype, options.seed)
+    decoder = load_decoder(folder, device="cpu", dtype=options.dtype)
+    prompts = AnywhereBenchOptions(
+        num_chunks=options.num_chunks,
+        chunk_tokens=options.chunk_tokens,
+        question_tokens=options.question_tokens,
+        seed=options.seed,
+    )
+    answers, costs = Answers(), list[dict[str, Any]]()
+    with _engines(decoder, options, prompts, work_dir, costs, on_progress) as engines:
+        arms = [Arm(name, _ask(engines[name], name, options, prompts, answers)) for name in engines]
+        samples = run_arms(
+            arms, repeat=options.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True
+        )
+    others = [name for name in engines if name != FULL]
+    return BenchResult(
+        "stillroom bench prepared",
+        environment,
+        {
+            "num_documents": options.num_documents,
+            "document_chunks": options.document_chunks,
+            "num_chunks": options.num_chunks,
+            "chunk_tokens": options.chunk_tokens,
+            "question_tokens": options.question_tokens,
+            "repeat": options.repeat,
+            "seed": options.seed,
+            "dtype": options.dtype,
+            "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
+        },
+        samples,
+        FULL,
+        tables={
+            "What preparing costs": costs,
+            "Answers beside a full prefill (random weights)": answers.rows(dict.fromkeys(others, FULL)),
+        },
+        notes=["Every run asks a new question over chunks that are drawn anew; all arms get the same."],
+    )
+
+
+@contextmanager
+def _engines(
+    decoder: Decoder,
+    options: PreparedBenchOptions,
+    prompts: AnywhereBenchOptions,
+    work_dir: Path,
+    costs: list[dict[str, Any]],
+    on_progress: Callable[[str], None],
+) -> Iterator[Mapping[str, BenchEngine]]:
+    """Yield an engine per arm, with its documents prepared."""
+    room = options.num_documents * options.document_chunks * (options.chunk_tokens + 16) + 4 * prompts.prompt_tokens
+    prepared = ReuseConfig(mode="prepared", load="always", tail_blocks=10_000)
+    settings = {
+        FULL: ReuseConfig(mode="off"),
+        EXACT: ReuseConfig(load="always", tail_blocks=10_000),
+        **{f"prepared, from {tier.label}": prepared for tier in Tier},
+    }
+    disk = f"prepared, from {Tier.DISK.label}"
+    settings[disk] = replace(prepared, host_bytes=0)
+    engines: dict[str, BenchEngine] = {}
+    with tempfile.TemporaryDirectory(dir=work_dir) as scratch, ExitStack() as stack:
+        for name, reuse in settings.items():
+            engine = engines[name] = build_fixture(
+                decoder, prompts, reuse, Path(scratch) if name == disk else None, room
+            )
+            stack.callback(engine.cache.close)
+            documents = BenchDocuments(options.num_documents, options.document_chunks)
+            engine.engine.follow("", documents)
+            if name != FULL:
+                on_progress(f"preparing for: {name}")
+                costs.append({"arm": name, **_prepare(engine, documents, prompts)})
+        yield engines
+
+
+def _prepare(engine: BenchEngine, documents: BenchDocuments, prompts: AnywhereBenchOptions) -> dict[str, str]:
+    """Prepare all documents; return the time and the bytes per 1,000 chunks."""
+    in_document = engine.cache.manager.uses_prepared
+    windows = [
+        tuple(window) for document in documents.documents for window in ([document] if in_document else zip(document))
+    ]
+    start = time.perf_counter()
+    for window in windows:
+        request = Request(
+            request_id=RequestId(f"prepare {window[0]}"),
+            prompt=SegmentedPrompt((system(prompts), *(chunk(prompts, one) for one in window), question(prompts, 0))),
+            sampling=SamplingParams(max_tokens=1),
+            prepares=frozenset(map(ChunkId, window)),
+        )
+        engine.engine.prepare(request, _raise_error)
+        while engine.engine.do_idle_work() or engine.engine.has_work:
+            engine.engine.step()
+    seconds = time.perf_counter() - start
+    num_chunks = sum(map(len, documents.documents))
+    assert engine.cache.tree is not None
+    num_bytes = sum(
+        node.num_tokens * engine.cache.tree.options.bytes_per_token
+        for node in engine.cache.tree
+        if node.chunk_id is not None
+    )
+    return {
+        "seconds per 1,000 chunks": f"{1000 * seconds / num_chunks:.0f}",
+        "MiB per 1,000 chunks": f"{1000 * num_bytes / num_chunks / 2**20:.0f}",
+    }
+
+
+def _raise_error(error: Exception | None, *, is_computed: bool) -> None:
+    if error is not None:
+        raise error
+
+
+def _ask(
+    engine: BenchEngine, name: str, options: PreparedBenchOptions, prompts: AnywhereBenchOptions, answers: Answers
+) -> Callable[[int], Metrics]:
+    tier = next((one for one in Tier if name.endswith(one.label)), None)
+
+    def run(repetition: int) -> Metrics:
+        if tier in (Tier.HOST, Tier.DISK):
+            engine.evict_from_device()
+        reply = engine.ask(_prompt(options, prompts, repetition))
+        answers.add(name, repetition, reply)
+        assert tier is None or reply.sources == {tier}, f"chunks came from {reply.sources}, not from {tier}"
+        assert name != EXACT or reply.num_cached >= options.chunk_tokens, "the best chunk was not prepared"
+        return {"ttft_seconds": reply.seconds}
+
+    return run
+
+
+def _prompt(options: PreparedBenchOptions, prompts: AnywhereBenchOptions, repetition: int) -> Sequence[Segment]:
+    rng = np.random.default_rng([options.seed, repetition + 100])
+    chosen = rng.permutation(options.num_documents * options.document_chunks)[: options.num_chunks].tolist()
+    return [system(prompts), *(chunk(prompts, one) for one in chosen), question(prompts, 1000 + repetition)]
