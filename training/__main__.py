@@ -1,6 +1,7 @@
 """`python -m training`: makes the bundled models. Each command lists its options with --help.
 
-`reader` has the commands of the bundled reader; the others make a generative model in English.
+`reader` has the commands of the bundled reader, and `microworld` those of a microworld of long documents; the others
+make a generative model in English.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from training.microworld.commands import app as microworld_app
 from training.reader.commands import app as reader_app
 from training.reader.commands import needs_large_heap, restart_with_large_heap
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 app.add_typer(reader_app, name="reader")
+app.add_typer(microworld_app, name="microworld")
 
 Data = Annotated[Path, typer.Option("--data", help="The folder that `data` wrote.")]
 

@@ -124,6 +124,20 @@ SUPPORT_HELP = help_text(
 )
 
 
+CONTEXTS_HELP = help_text(
+    "Measure answers by the context in which the KV of chunks was computed: alone, behind similar chunks, in their "
+    "document.",
+    "A line of the file has `documents` (lists of chunks), `retrieved` and `needed` (pairs of document and chunk), "
+    "`question`, `answer`, and optionally `kind` and `distance`; or `chunks` and `needed_chunks` of one document. Each "
+    "question is asked with the search result in order, shuffled, and without the chunk that names its subject. How to "
+    "read it: docs/prepared.md.",
+    examples=(
+        "stillroom bench contexts --questions eval.jsonl",
+        "stillroom bench contexts --questions long.jsonl --model ./model --window 8 --output contexts.json",
+    ),
+)
+
+
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to `stillroom bench`."""
     add_command(app, "retrieval", options.RetrievalOptions, _retrieval, RETRIEVAL_HELP)
@@ -141,6 +155,7 @@ def add_commands(app: typer.Typer) -> None:
     )
     add_command(app, "answers", options.EndToEndOptions, _end_to_end, ANSWERS_HELP)
     add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
+    add_command(app, "contexts", options.ContextsOptions, _contexts, CONTEXTS_HELP, ["config", "work_dir"])
     add_command(app, "support", options.SupportOptions, _support, SUPPORT_HELP, ["config", "work_dir", "compare"])
     add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])
 
@@ -193,6 +208,12 @@ def _support(chosen: options.SupportOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.support import run_support
 
     return run_support(chosen, call.say)
+
+
+def _contexts(chosen: options.ContextsOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.contexts import run_contexts
+
+    return run_contexts(chosen, call.say)
 
 
 def _end_to_end(chosen: options.EndToEndOptions, call: Call) -> "BenchResult":

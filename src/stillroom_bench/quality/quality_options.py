@@ -161,6 +161,19 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextsOptions:
+    """Options of `stillroom bench contexts`."""
+
+    questions: Path = flag(REQUIRED, "A file of questions over whole documents.", path="file", metavar="FILE")
+    model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.")
+    num_questions: int | None = flag(None, "Maximum number of questions.", "--limit", min=1)
+    windows: tuple[int, ...] = flag((), "Also prepare in windows of this many chunks.", "--window", min=2)
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "Type of weights and KV: float32 or bfloat16.")
+    max_tokens: int = flag(8, "Maximum number of tokens of an answer.", min=1)
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class SupportOptions:
     """Options of `stillroom bench support`."""
 
