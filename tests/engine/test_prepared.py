@@ -57,7 +57,7 @@ class PreparedFixture(EngineFixture):
     """An engine that follows a corpus and prepares its documents."""
 
     def __init__(self, decoder: Decoder, corpus: Documents, folder: Path | None = None, **changes: Any) -> None:
-        sizes = {"blocks": 80, "host_tokens": 400, "disk_records": 60, "load": "always", "mode": "prepared"} | changes
+        sizes: dict[str, Any] = {"blocks": 80, "host_tokens": 400, "disk_records": 60, "load": "always", "mode": "prepared"} | changes
         super().__init__(decoder, folder, **sizes)
         self.corpus = corpus
         self.engine.follow("", corpus)
