@@ -17,7 +17,7 @@ ARMS = [FULL, EXACT, "prepared, from device", "prepared, from host", "prepared, 
 def test_every_arm_answers_new_questions_from_its_own_tier(tmp_path: Path) -> None:
     """The benchmark itself asserts that chunks come from the tier of the arm."""
     options = PreparedBenchOptions(
-        num_documents=3, document_chunks=2, num_chunks=3, chunk_tokens=20, repeat=2, dtype="float32"
+        num_documents=3, document_chunks=2, num_chunks=3, chunk_tokens=20, repeat=2, num_beside=0, dtype="float32"
     )
     result = run_prepared(options, tmp_path, shape=SHAPE)
     assert list(result.samples.values) == ARMS and result.baseline == FULL
@@ -25,6 +25,14 @@ def test_every_arm_answers_new_questions_from_its_own_tier(tmp_path: Path) -> No
     assert [row["arm"] for row in costs] == ARMS[1:] == [row["arm"] for row in answers]
     exact = next(row for row in answers if row["arm"] == EXACT)
     assert set(exact.values()) == {EXACT, "2 of 2"}, "exact reuse changes no token"
+
+
+@pytest.mark.slow  # waits until the engine counts as idle, for every question
+def test_questions_beside_preparing_are_timed(tmp_path: Path) -> None:
+    options = PreparedBenchOptions(chunk_tokens=20, repeat=1, num_beside=2, dtype="float32")
+    result = run_prepared(options, tmp_path, shape=SHAPE)
+    idle, preparing = result.tables["Time to first token of prepared questions beside preparing"]
+    assert idle["questions"] == preparing["questions"] == 2 and "ratio of p95" in preparing
 
 
 def test_chunks_before_are_those_of_the_same_document() -> None:

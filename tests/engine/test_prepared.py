@@ -57,7 +57,13 @@ class PreparedFixture(EngineFixture):
     """An engine that follows a corpus and prepares its documents."""
 
     def __init__(self, decoder: Decoder, corpus: Documents, folder: Path | None = None, **changes: Any) -> None:
-        sizes: dict[str, Any] = {"blocks": 80, "host_tokens": 400, "disk_records": 60, "load": "always", "mode": "prepared"} | changes
+        sizes: dict[str, Any] = {
+            "blocks": 80,
+            "host_tokens": 400,
+            "disk_records": 60,
+            "load": "always",
+            "mode": "prepared",
+        } | changes
         super().__init__(decoder, folder, **sizes)
         self.corpus = corpus
         self.engine.follow("", corpus)
@@ -80,6 +86,12 @@ class PreparedFixture(EngineFixture):
         self.clock.advance(60.0)
         while self.engine.do_idle_work() or self.engine.has_work:
             self.finish()
+
+    def answer_prepared(self, one: Request) -> list[int]:
+        """Prepare every document, and answer."""
+        for document in self.corpus.documents:
+            self.prepare(*document)
+        return self.run(one)[0]
 
     def reasons(self, one: Request) -> list[Reason]:
         """Why the KV of each chunk of a prompt was reused or computed."""
@@ -293,3 +305,25 @@ def test_sampled_answers_use_prepared_kv_too(decoder: Decoder) -> None:
     fixture.finish()
     reused = [[one.reason for one in fixture.reuse[request.request_id].segments[1:3]] for request in group]
     assert reused == [[Reason.PREPARED] * 2] * 2
+
+
+def test_command_stops_a_preparing_step_between_two_layers(decoder: Decoder) -> None:
+    fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
+    asked: list[int] = []
+
+    def should_stop() -> bool:
+        asked.append(len(asked))
+        return len(asked) == 2
+
+    fixture.engine.should_stop = should_stop
+    fixture.offer(1, 2, 3, 4)
+    fixture.idle()
+    assert fixture.ended == [(None, True)] and len(asked) > 2, "the step that was stopped ran again"
+    one = question("r", 4, 2)
+    assert fixture.run(one)[0] == PreparedFixture(decoder, Documents(*DOCUMENTS)).answer_prepared(one)
+
+
+def test_questions_are_never_stopped(decoder: Decoder) -> None:
+    fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
+    fixture.engine.should_stop = lambda: True
+    assert fixture.run(question("r", 1, 2))[0] == Oracle(decoder).answer(question("r", 1, 2))

@@ -379,7 +379,8 @@ def build_engine(  # noqa: PLR0913  the parts, once
         prepare=prepare,
     )
     if profile is not None:
-        limits = replace(limits, preparing_tokens=_tokens_within(profile, prepare.step_ms / 1000, limits))
+        seconds = decoder.spec.num_layers * prepare.layer_ms / 1000
+        limits = replace(limits, preparing_tokens=_tokens_within(profile, seconds, limits))
     audit = None
     anywhere = cache.manager.reuse.anywhere if cache.manager.reuse else None
     if anywhere is not None and reuse.audit_share and not anywhere.only_prepared:

@@ -50,7 +50,7 @@ def prepare(  # noqa: PLR0913  one parameter per flag
         "runtime.model": model,
         "reuse.mode": reuse,
         "prepare.idle_s": 0.0,
-        "prepare.step_ms": 1e6,
+        "prepare.layer_ms": 1e6,
     }
     settings = load_settings(config, flags)
     shown = counting("preparing chunks", is_shown=not (quiet or as_json))

@@ -156,8 +156,9 @@ class PrepareConfig:
     with `exact` too. `off`: only `stillroom prepare` does."""
     idle_s: float = 1.0
     """Seconds without a question before preparing goes on."""
-    step_ms: AboveZero = 20.0
-    """Longest time of a preparing step, by the cost profile: a question that arrives waits for the end of a step."""
+    layer_ms: AboveZero = 5.0
+    """Longest time of a layer of a preparing step, by the cost profile. A question that arrives waits for the end of
+    the layer that is computed."""
     window_tokens: AtLeastZero = 0
     """Most tokens of a document that are computed together; longer documents are cut into windows. 0: as many as the
     model takes, at most 4096."""

@@ -3,7 +3,7 @@
 Arrays are views of the scheduler's state, valid until the step's result is returned.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -109,6 +109,12 @@ class Batch:
     sequences: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     """Done before computing. No source is the target of an earlier copy."""
+    should_stop: Callable[[], bool] | None = None
+    """Asked before each layer; if it returns True, the step ends with a StepStopped, and can run again."""
+
+
+class StepStopped(Exception):
+    """A step ended before its last layer, because other work came (`Batch.should_stop`)."""
 
 
 @dataclass(frozen=True, slots=True)

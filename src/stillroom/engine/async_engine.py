@@ -33,6 +33,7 @@ class AsyncEngine:
         self._engine = engine
         self._backlog = Backlog(max_waiting)
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        engine.should_stop = lambda: not self._commands.empty()
         self._listeners: dict[RequestId, Listener] = {}
         self._closing = threading.Lock()  # orders every submit before, or after, the final None
         self._is_closed = False

@@ -4,11 +4,11 @@
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from stillroom.core.batch import Batch, StepResult
+from stillroom.core.batch import Batch, StepResult, StepStopped
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
@@ -52,6 +52,8 @@ class Engine:
         """
         self.audit = audit
         self._preparation = preparation or Preparation(0.0)
+        self.should_stop: Callable[[], bool] | None = None
+        """Whether a preparing step shall end before its last layer, because a command waits."""
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
@@ -230,8 +232,14 @@ class Engine:
         batch = self.scheduler.schedule(self.clock.monotonic())
         if batch is None:
             return
+        if [entry.request_id for entry in batch.sequences] == [self._preparation.running_id]:
+            batch = replace(batch, should_stop=self.should_stop)
         began = self.clock.monotonic()
-        batch, result = self._execute(batch)
+        try:
+            batch, result = self._execute(batch)
+        except StepStopped:
+            self._isolation.take_executing()
+            return
         now = self.clock.monotonic()
         updates = self.scheduler.update(batch, result, began)
         self._recovery.end_streak()

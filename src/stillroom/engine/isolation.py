@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
-from stillroom.core.batch import Batch, ScheduledSequence, StepResult
+from stillroom.core.batch import Batch, ScheduledSequence, StepResult, StepStopped
 from stillroom.core.ids import BlockId, RequestId
 from stillroom.runner.device_errors import is_device_loss
 
@@ -75,6 +75,7 @@ class Isolation:
 
         Raises:
             BaseException: the device is lost; see `is_device_loss`.
+            StepStopped: as `Runner.execute`.
         """
         if one_by_one:
             return self._execute_one_by_one(batch, self._copy(batch))
@@ -145,8 +146,9 @@ class Isolation:
 
 
 def _raise_unless_isolable(error: BaseException) -> None:
-    """Raise device losses and interrupts; panics of Rust libraries are no `Exception` and end one request only."""
-    if is_device_loss(error) or isinstance(error, (KeyboardInterrupt, SystemExit)):
+    """Raise device losses, interrupts and stopped steps. Panics of Rust libraries, which are no `Exception`, end one
+    request only."""
+    if is_device_loss(error) or isinstance(error, (KeyboardInterrupt, SystemExit, StepStopped)):
         raise error
 
 

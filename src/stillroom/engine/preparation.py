@@ -57,6 +57,11 @@ class Preparation:
             return None
         return float("-inf") if self.is_computed else self.busy_until + self._idle_seconds
 
+    @property
+    def running_id(self) -> RequestId | None:
+        """The preparing prompt that runs; None if none does."""
+        return self._tasks[0].request.request_id if self._is_running else None
+
     def offer(self, request: Request, on_end: OnPrepared) -> None:
         """Queue a prompt."""
         assert request.prepares

@@ -11,13 +11,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stillroom.core.batch import DEVIATION_LAYERS, AttentionMasses, Batch, SampleSpec, ScheduledSequence, StepResult
+from stillroom.core.batch import (
+    DEVIATION_LAYERS,
+    AttentionMasses,
+    Batch,
+    SampleSpec,
+    ScheduledSequence,
+    StepResult,
+    StepStopped,
+)
 from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
-from stillroom.models.packed import PackedInput
+from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.ops.attention import AttentionPlan, AttentionSpan
 from stillroom.ops.attention_observers import AttentionObserver, AttentionObservers, MassObserver, QueryPassObserver
 from stillroom.ops.sampling import logprobs, non_finite_rows, sample
@@ -34,6 +42,7 @@ class Runner(Protocol):
         Raises:
             DeviceLostError: the KV on the device is lost; other errors may mean this too, see
                 `device_errors.is_device_loss`.
+            StepStopped: as the batch allows.
         """
         ...
 
@@ -75,7 +84,7 @@ class TorchRunner:
         else:
             packed = self._pack(batch.sequences)
             observing = _BatchObserver(batch, packed)
-            hidden_BM = self.decoder.hidden_states(packed, self.store.layer, observing.observer)
+            hidden_BM = self.decoder.hidden_states(packed, self._layers(batch), observing.observer)
             attention, masses = observing.results()
             if not sampling:
                 return StepResult({}, {}, attention, deviations, masses, _non_finite(attention))
@@ -88,6 +97,19 @@ class TorchRunner:
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
         picked = _sampled(logits_BV, [spec for samples in sampling for spec in samples])
         return replace(picked, attention=attention, deviations=deviations, masses=masses, non_finite=non_finite)
+
+    def _layers(self, batch: Batch) -> LayerKV:
+        """The KV of each layer; raises StepStopped where the batch shall stop."""
+        should_stop = batch.should_stop
+        if should_stop is None:
+            return self.store.layer
+
+        def layer(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if should_stop():
+                raise StepStopped
+            return self.store.layer(index)
+
+        return layer
 
     def recover(self) -> None:
         """See `Runner.recover`. Allocates new memory for KV, and computes one token to check the model."""

@@ -80,6 +80,9 @@ class PreparedBenchOptions:
     document_chunks: int = flag(5, "Chunks of each document.", "--document-chunks", min=1)
     num_chunks: int = flag(5, "Chunks in a prompt.", "--chunks", min=2)
     chunk_tokens: int = flag(200, "Tokens of each chunk.", min=1)
+    num_beside: int = flag(
+        40, "Pairs of questions, one of each while a document is prepared; 0: none.", "--beside", min=0
+    )
     repeat: int = repeat_flag(15)
     seed: int = seed_flag()
     dtype: Dtype = flag("bfloat16", "Type of weights and KV: float32 or bfloat16.")

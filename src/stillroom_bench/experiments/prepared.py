@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.config.settings import ReuseConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt
@@ -31,6 +31,7 @@ from stillroom_bench.experiments.anywhere_engine import (
     system,
 )
 from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions, PreparedBenchOptions
+from stillroom_bench.experiments.prepared_beside import beside_preparing
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
@@ -82,6 +83,19 @@ def run_prepared(
         samples = run_arms(
             arms, repeat=options.repeat, on_run=lambda arm, at: on_progress(f"{arm}, run {at}"), only_own=True
         )
+        on_progress(f"{options.num_beside} pairs of questions beside preparing")
+        device = engines[f"prepared, from {Tier.DEVICE.label}"]
+        beside = (
+            beside_preparing(
+                device,
+                prompts,
+                lambda number: _prompt(options, prompts, 10_000 + number),
+                options.num_beside,
+                PrepareConfig().idle_s,
+            )
+            if options.num_beside
+            else []
+        )
     others = [name for name in engines if name != FULL]
     return BenchResult(
         "stillroom bench prepared",
@@ -92,6 +106,7 @@ def run_prepared(
             "num_chunks": options.num_chunks,
             "chunk_tokens": options.chunk_tokens,
             "question_tokens": options.question_tokens,
+            "num_beside": options.num_beside,
             "repeat": options.repeat,
             "seed": options.seed,
             "dtype": options.dtype,
@@ -101,6 +116,7 @@ def run_prepared(
         FULL,
         tables={
             "What preparing costs": costs,
+            **({"Time to first token of prepared questions beside preparing": beside} if beside else {}),
             "Answers beside a full prefill (random weights)": answers.rows(dict.fromkeys(others, FULL)),
         },
         notes=["Every run asks a new question over chunks that are drawn anew; all arms get the same."],

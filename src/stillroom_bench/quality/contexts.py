@@ -221,7 +221,7 @@ class _Asker:
             reuse=reuse,
             fingerprint=self._model.fingerprint,
             profile=linear_profile(1e-3, 1e-4, 1e-7),
-            prepare=PrepareConfig(idle_s=0.0, step_ms=1e6),
+            prepare=PrepareConfig(idle_s=0.0, layer_ms=1e6),
         )
         self._max_tokens = options.max_tokens
         self._num_requests = 0
