@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stillroom.backends.assembly import KVCache
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId

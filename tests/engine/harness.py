@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import Dtype, RuntimeConfig
 from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind

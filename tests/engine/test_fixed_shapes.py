@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.runtime_settings import ReuseMode
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult, TokenLogprobs

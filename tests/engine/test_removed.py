@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.backends.conversation import NO_HISTORY, History
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.document import Chunk

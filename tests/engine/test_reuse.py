@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import RuntimeConfig, Weights
 from stillroom.core.document import Chunk

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stillroom.backends.assembly import build_device, kv_shape
-from stillroom.backends.local import build_backend, build_engine
+from stillroom.backends.engine_building import build_engine
+from stillroom.backends.local import build_backend
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk

@@ -9,7 +9,7 @@ import torch
 from stillroom.backends import calibration
 from stillroom.backends.assembly import kv_shape
 from stillroom.backends.calibration import CalibrationTarget, step_seconds
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.backends.num_threads import candidates, choose
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock

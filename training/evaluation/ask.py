@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stillroom.answer_quality.answer_metrics import exact_match, word_f1
 from stillroom.answer_quality.questions import ChunkQuestion, load_questions
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import RuntimeConfig
 from stillroom.core.clock import SystemClock

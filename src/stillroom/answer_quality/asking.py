@@ -16,7 +16,7 @@ from stillroom.answer_quality.answer_metrics import exact_match, rouge_l, word_f
 from stillroom.answer_quality.arms import FULL, PREFIX, RATIOS, SELECTORS, SET, QualityArm
 from stillroom.answer_quality.questions import ChunkQuestion, load_questions
 from stillroom.backends.assembly import KVCache
-from stillroom.backends.local import build_engine, load_configured
+from stillroom.backends.engine_building import build_engine, load_configured
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import TokenLogprobs

@@ -1,7 +1,6 @@
-"""`LocalBackend`: a model loaded in this process with its running engine; and what measures its costs."""
+"""`LocalBackend`: a model loaded in this process with its running engine."""
 
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -10,50 +9,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from stillroom.backends.assembly import KVCache, build_cache, build_device
+from stillroom.backends.assembly import KVCache
 from stillroom.backends.base import Load, PreparedPrompt
-from stillroom.backends.calibration import (
-    CalibrationTarget,
-    calibrate,
-    check_logits,
-    load_profile,
-    profile_path,
-    quick_profile,
-    save_profile,
-    sequence_seconds,
-)
 from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.document_windows import DocumentWindows
-from stillroom.backends.num_threads import tune_threads
-from stillroom.backends.placement_check import check_placement
+from stillroom.backends.engine_building import build_engine, load_configured
 from stillroom.backends.prompt_builder import PromptBuilder, ask_for_citations, format_for, raw_tokens
-from stillroom.config.places import cache_root
-from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, StillroomConfig
-from stillroom.core.clock import Clock, SystemClock
+from stillroom.config.settings import PrepareConfig, StillroomConfig
+from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SampleRequest, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
-from stillroom.engine.audit import Audit
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener
-from stillroom.engine.preparation import Preparation
 from stillroom.errors import ModelError, UsageError
-from stillroom.kvcache.blocks.block_pool import BlockPool
-from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.files import KV_FOLDER
-from stillroom.models.decoder import Decoder
 from stillroom.models.json_constraint import JsonConstraints
-from stillroom.models.loader import LoadedModel, load_model
+from stillroom.models.loader import LoadedModel
 from stillroom.models.source_numbers import source_number_grammar
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.ops.thread_pools import run_in_short_lived_thread
-from stillroom.runner.torch_runner import TorchRunner
-from stillroom.scheduler.limits import SchedulerLimits
-from stillroom.scheduler.policy import POLICIES
-from stillroom.scheduler.scheduler import Scheduler
 from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 
@@ -277,163 +255,3 @@ def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tup
         prepare=config.prepare,
     )
     return model, engine, cache, torch.get_num_threads()
-
-
-def calibrate_model(
-    config: StillroomConfig,
-    kb_folder: Path,
-    *,
-    repeat: int = 5,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    clock: Clock | None = None,
-) -> tuple[CostProfile, Path]:
-    """Measure the configured model's costs on this machine and save them; returns the profile and its file.
-
-    Args:
-        kb_folder: on the disk that KV is stored on; need not exist yet.
-
-    Raises:
-        ModelError: the checkpoint cannot be used.
-        ConfigError, UsageError: the device does not exist, or there is too little memory to measure.
-    """
-    model = load_configured(config.runtime)
-    pool, device = build_device(model.decoder, config.runtime)
-    limits = _limits(model.decoder, config.runtime)
-    target = _target(TorchRunner(model.decoder, device), pool, limits, clock or SystemClock())
-    _use_threads(config.runtime, target)
-    profile = calibrate(target, kb_folder, repeat=repeat, on_progress=on_progress)
-    path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
-    save_profile(path, profile)
-    return profile, path
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCosts:
-    """A loaded model and its costs on this machine."""
-
-    model: LoadedModel
-    profile: CostProfile
-    is_calibrated: bool
-    """True: the profile was saved by a calibration. False: a few points were measured now."""
-    sequence_seconds: float
-    """See `calibration.sequence_seconds`."""
-
-
-def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> ModelCosts:
-    """The configured model with its saved profile, or a quick one. Raises as `calibrate_model`."""
-    model = load_configured(config.runtime)
-    pool, device = build_device(model.decoder, config.runtime)
-    target = _target(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
-    _use_threads(config.runtime, target)
-    kept = load_profile(profile_path(cache_root(), model.fingerprint, model.decoder.device))
-    profile = kept or quick_profile(target, kb_folder)
-    return ModelCosts(model, profile, kept is not None, sequence_seconds(target))
-
-
-def build_engine(  # noqa: PLR0913  the parts, once
-    decoder: Decoder,
-    config: RuntimeConfig,
-    clock: Clock,
-    *,
-    reuse: ReuseConfig | None = None,
-    fingerprint: bytes = b"",
-    profile: CostProfile | None = None,
-    kv_folder: Path | None = None,
-    tunes_threads: bool = False,
-    prepare: PrepareConfig | None = None,
-) -> tuple[Engine, KVCache]:
-    """Build scheduler, KV cache and runner for a decoder; starts no thread. Raises as `build_backend`.
-
-    Args:
-        reuse: None reuses nothing.
-        fingerprint: of the model; names its KV on disk.
-        profile: costs of computing and loading; None takes the saved one, or measures for about a second.
-        tunes_threads: set the number of threads of the process: the configured one, or the fastest.
-        prepare: how documents are prepared; None takes the defaults.
-    """
-    prepare = prepare or PrepareConfig()
-    pool, device = build_device(decoder, config)
-    runner = TorchRunner(decoder, device)
-    limits = _limits(decoder, config, reuse)
-    target = _target(runner, pool, limits, clock)
-    check_logits(target)
-    if tunes_threads:
-        _use_threads(config, target)
-    reuse = reuse or ReuseConfig(mode="off")
-    if profile is None and reuse.keeps_kv:
-        kept = load_profile(profile_path(cache_root(), fingerprint, decoder.device))
-        profile = kept or quick_profile(target, kv_folder if reuse.disk_bytes else None)
-    inv_freq_LP = None
-    if reuse.allows_any_position:
-        check_placement(decoder, config.block_size)
-        inv_freq_LP = decoder.inv_freq_LP
-    cache = build_cache(
-        pool,
-        device,
-        reuse,
-        fingerprint=fingerprint,
-        profile=profile,
-        folder=kv_folder,
-        clock=clock,
-        inv_freq_LP=inv_freq_LP,
-        prepare=prepare,
-    )
-    if profile is not None:
-        seconds = decoder.spec.num_layers * prepare.layer_ms / 1000
-        limits = replace(limits, preparing_tokens=_tokens_within(profile, seconds, limits))
-    audit = None
-    anywhere = cache.manager.reuse.anywhere if cache.manager.reuse else None
-    if anywhere is not None and reuse.audit_share and not anywhere.only_prepared:
-        audit = Audit(
-            anywhere,
-            cache.manager.allow_anywhere,
-            share=reuse.audit_share,
-            max_disagreement=reuse.max_disagreement,
-            randomness=random.Random(0),
-        )
-    scheduler = Scheduler(cache.manager, limits, POLICIES[config.scheduling], config.starvation_window)
-    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit, Preparation(prepare.idle_s))
-    return engine, replace(cache, audit=audit)
-
-
-def _tokens_within(profile: CostProfile, seconds: float, limits: SchedulerLimits) -> int:
-    """Return how many tokens of a prompt a step computes in this time, a power of two and at least 16."""
-    num_tokens = 16
-    while 2 * num_tokens <= limits.max_num_batched_tokens and profile.prefill_seconds(0, 2 * num_tokens) <= seconds:
-        num_tokens *= 2
-    return num_tokens
-
-
-def load_configured(runtime: RuntimeConfig) -> LoadedModel:
-    """Load the model with the settings of `runtime`. Raises as `load_model`."""
-    return load_model(
-        runtime.model,
-        device=runtime.device,
-        dtype=runtime.dtype,
-        weights=runtime.weights,
-        max_model_len=runtime.max_model_len,
-    )
-
-
-def _limits(decoder: Decoder, config: RuntimeConfig, reuse: ReuseConfig | None = None) -> SchedulerLimits:
-    tail_blocks = ReuseConfig().tail_blocks if reuse is None else reuse.tail_blocks
-    return SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-        max_model_len=decoder.spec.max_positions,
-        batch_delay_s=config.batch_delay_ms / 1000,
-        fixed_tail_tokens=tail_blocks * config.block_size if config.fixed_shapes else 0,
-    )
-
-
-def _target(runner: TorchRunner, pool: BlockPool, limits: SchedulerLimits, clock: Clock) -> CalibrationTarget:
-    return CalibrationTarget(
-        runner, runner.store, pool.num_blocks, limits.max_model_len, limits.max_num_batched_tokens, clock
-    )
-
-
-def _use_threads(config: RuntimeConfig, target: CalibrationTarget) -> None:
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    else:
-        tune_threads(target)

@@ -56,7 +56,7 @@ def calibrate(  # noqa: PLR0913  one parameter per flag
     if quality is not None and questions is not None:
         _find_alpha(settings, questions, quality, limit, as_json=as_json, quiet=quiet)
         return
-    from stillroom.backends.local import calibrate_model
+    from stillroom.backends.engine_building import calibrate_model
 
     if not (quiet or as_json):
         note(f"loading {settings.runtime.model} ...")

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from stillroom.backends.assembly import kv_shape
-from stillroom.backends.local import measured_costs
+from stillroom.backends.engine_building import measured_costs
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
 from stillroom.core.clock import Clock

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stillroom.backends.assembly import KVCache, kv_shape
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import ChunkId, RequestId

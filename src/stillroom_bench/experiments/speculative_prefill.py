@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from stillroom.backends.base import Load, PreparedPrompt
-from stillroom.backends.local import build_engine
+from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import IndexConfig, ReuseConfig, RuntimeConfig, SpeculationConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.document import Chunk, ScoredChunk, SearchResult

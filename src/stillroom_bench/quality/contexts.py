@@ -17,7 +17,7 @@ import numpy as np
 
 from stillroom.answer_quality.answer_metrics import exact_match
 from stillroom.backends.assembly import KVCache
-from stillroom.backends.local import build_engine, load_configured
+from stillroom.backends.engine_building import build_engine, load_configured
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.clock import SystemClock

@@ -40,7 +40,7 @@ class StillroomRuntime:
     def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
         import torch
 
-        from stillroom.backends.local import build_engine
+        from stillroom.backends.engine_building import build_engine
         from stillroom.config.settings import RuntimeConfig
         from stillroom.core.clock import SystemClock
         from stillroom.models.loader import load_decoder
