@@ -112,6 +112,10 @@ class EngineError(StillroomError):
     """Generation failed."""
 
 
+class PreparedFullError(EngineError):
+    """The budgets of prepared KV have no room for a part of a document (`prepare.disk_bytes`, `prepare.host_bytes`)."""
+
+
 class EngineClosedError(EngineError):
     """The engine was shut down before the request ended."""
 

@@ -102,12 +102,16 @@ def test_kind_and_distance_have_defaults(tmp_path: Path) -> None:
         {**TWO_DOCUMENTS, "retrieved": [0, 1]},
         {**TWO_DOCUMENTS, "needed": [[2, 0]]},
         {**TWO_DOCUMENTS, "distance": "far"},
+        {**TWO_DOCUMENTS, "retrieved": [[-1, 0]]},
+        {**TWO_DOCUMENTS, "retrieved": []},
+        {**TWO_DOCUMENTS, "question": 5},
+        {**TWO_DOCUMENTS, "documents": [["a", 5]]},
         {**row(*ASKED[0]), "needed_chunks": [9]},
     ],
 )
 def test_line_of_an_invalid_question_is_named(tmp_path: Path, bad: Any) -> None:
     file = write(tmp_path / "bad.jsonl", [TWO_DOCUMENTS, bad])
-    with pytest.raises(UsageError, match="bad.jsonl, line 2: not a question with documents, retrieved"):
+    with pytest.raises(UsageError, match="bad.jsonl, line 2: not a question with `documents`"):
         read_questions(file)
     assert len(read_questions(file, 1)) == 1, "lines after the limit are not read"
 

@@ -18,7 +18,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.reuse import Reason
-from stillroom.errors import NonFiniteError
+from stillroom.errors import NonFiniteError, PreparedFullError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
@@ -186,7 +186,10 @@ class PreparedFixture:
         return node
 
     def is_prepared(self, window: Sequence[int], num_known: int = 0, **arguments: Any) -> bool:
-        return self.manager.is_prepared(self.preparing(window, num_known, **arguments))
+        try:
+            return not self.manager.has_to_prepare(self.preparing(window, num_known, **arguments))
+        except PreparedFullError:
+            return False
 
     def exact(self, *chunks: int, system: int = 0) -> Node | None:
         return self.tree.get(self.lease(chunks, system=system).pieces[-1].key)
@@ -603,9 +606,10 @@ def test_unused_copies_stop_at_the_budget_of_the_host() -> None:
     assert fixture.tree.unused_room() == 0
 
 
-def test_unused_room_is_that_of_the_tier_that_has_more() -> None:
+def test_unused_room_is_that_of_the_disk_where_there_is_one() -> None:
     budgets = {"host_bytes": 8 * SIZE, "unused_host_bytes": 3 * SIZE, "disk_bytes": 9, "unused_disk_bytes": 5 * SIZE}
-    assert PreparedFixture(options=budgets).tree.unused_room() == max(3 * SIZE, 9)
+    assert PreparedFixture(options=budgets).tree.unused_room() == 9
+    assert PreparedFixture(options=budgets | {"disk_bytes": 0}).tree.unused_room() == 3 * SIZE
 
 
 def test_used_nodes_reduce_the_room_of_unused_copies_where_little_is_free() -> None:
@@ -671,11 +675,11 @@ def test_the_first_use_frees_the_budget_in_every_tier() -> None:
     fixture.tree.flush()
     assert fixture.tree.make_room(fixture.num_blocks)
     unused = [fixture.tree.num_unused_bytes(tier) for tier in Tier]
-    assert unused == [0, 2 * SIZE, 2 * SIZE] and fixture.tree.unused_room() == 3 * SIZE
+    assert unused == [0, 2 * SIZE, 2 * SIZE] and fixture.tree.unused_room() == 2 * SIZE
     fixture.ask((2,), (1, 2))
     unused = [fixture.tree.num_unused_bytes(tier) for tier in Tier]
     assert unused == [0, SIZE, SIZE], "system message and 2 are used, 1 is not"
-    assert fixture.tree.unused_room() == 4 * SIZE
+    assert fixture.tree.unused_room() == 3 * SIZE
     fixture.ask((2, 1), (1, 2))
     assert [fixture.tree.num_unused_bytes(tier) for tier in Tier] == [0, 0, 0]
     assert fixture.tree.num_bytes(Tier.HOST) == fixture.tree.num_bytes(Tier.DISK) == 3 * SIZE
@@ -892,3 +896,15 @@ def test_a_long_end_of_a_preparing_prompt_is_not_kept() -> None:
     fixture.compute(lease, 0, 5 * SIZE)
     fixture.manager.release(lease)
     assert len(fixture.tree) == 2 and fixture.copies() == [(1,)]
+
+
+@pytest.mark.parametrize("anywhere", [PREPARED, None])
+def test_a_window_is_refused_where_the_budget_has_no_room_for_what_is_missing(anywhere: AnywhereOptions | None) -> None:
+    fixture = PreparedFixture(anywhere, options={"disk_bytes": 100, "unused_disk_bytes": 2 * SIZE})
+    fixture.prepare((1, 2))
+    fixture.tree.flush()
+    assert not fixture.manager.has_to_prepare(fixture.preparing((1, 2))), "all of it is kept"
+    with pytest.raises(PreparedFullError):
+        fixture.manager.has_to_prepare(fixture.preparing((3,)))
+    fixture.ask((1,), (1, 2))
+    assert fixture.manager.has_to_prepare(fixture.preparing((3,))), "the first use freed room"

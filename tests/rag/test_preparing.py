@@ -132,7 +132,7 @@ def test_model_without_kv_is_refused_with_what_to_do(docs: Path, tmp_path: Path)
     off = dataclasses.replace(PREPARED, reuse=ReuseConfig(mode="off"))
     with Stillroom.open(tmp_path / "kb", config=off) as stillroom:
         stillroom.add(docs)
-        with pytest.raises(UsageError, match=r"keeps no KV .* --model"):
+        with pytest.raises(UsageError, match=r"no KV is kept.* --reuse exact"):
             stillroom.prepare()
     with (
         Stillroom.open(tmp_path / "kb", model="bundled:reader") as stillroom,

@@ -98,6 +98,10 @@ class Backend(Protocol):
         nothing of a wrong prompt."""
         ...
 
+    def expect_question(self) -> None:
+        """A question has arrived whose prompt comes after its search: work that a question interrupts stops now."""
+        ...
+
     def prepare_prompt(
         self,
         chunks: Sequence[Chunk],

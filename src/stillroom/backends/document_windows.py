@@ -17,7 +17,6 @@ from stillroom.config.settings import PrepareConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
-from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
@@ -69,25 +68,24 @@ class DocumentWindows:
             for first, known, end in cut_windows(lengths, room, self.config.overlap)
         ]
 
-    def has_room_for(self, window: DocumentWindow) -> bool:
-        """Whether the budgets of prepared KV have room for the new chunks of a window."""
-        tree = self.cache.tree
-        if tree is None:
-            return False
-        num_tokens = sum(len(segment.token_ids) for segment in self._prompt(window.new).segments[1:-1])
-        return tree.unused_room() >= num_tokens * tree.options.bytes_per_token
-
     @property
     def num_bytes(self) -> int:
         """Bytes of prepared KV that no question has used yet."""
         tree = self.cache.tree
-        return 0 if tree is None else max(tree.num_unused_bytes(tier) for tier in Tier)
+        return 0 if tree is None else tree.num_unused_bytes(tree.prepared_tier)
+
+    @property
+    def may_store(self) -> bool:
+        """Whether this process may write KV to disk; False if another one does."""
+        tiers = self.cache.tiers
+        return tiers is None or tiers.disk is None or tiers.disk.is_writer
 
     def compute(self, window: DocumentWindow, stop: Cancellation) -> bool:
         """Compute and keep the KV of a window as soon as the engine is idle; False if it was kept already.
 
         Raises:
             ChangeCancelledError: `stop` was cancelled.
+            PreparedFullError: the budgets of prepared KV have no room for it.
             EngineError: the window could not be computed.
         """
         ended = threading.Event()

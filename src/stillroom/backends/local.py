@@ -97,6 +97,9 @@ class LocalBackend:
         most = min(self.max_model_len, pool.num_blocks * pool.block_size // 2)
         return DocumentWindows(self.engine, self.cache, self.prompts, self.prepare, most, self.salt)
 
+    def expect_question(self) -> None:
+        self.engine.run(Engine.expect_question)
+
     def prepare_prompt(
         self,
         chunks: Sequence[Chunk],

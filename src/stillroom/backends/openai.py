@@ -89,6 +89,9 @@ class OpenAIBackend:
     def document_windows(self) -> None:
         return None
 
+    def expect_question(self) -> None:
+        """Nothing is prepared that it could interrupt."""
+
     def prepare_prompt(
         self,
         chunks: Sequence[Chunk],

@@ -151,7 +151,7 @@ def _describe_prepared(variant: dict[str, Any]) -> str:
     behind = variant["behind"]
     context = f"behind {count(len(behind), 'chunk')} of its document" if behind else "at the beginning of its document"
     saved = duration(max(variant["saved_seconds"], 0.0))
-    return f"computed in advance {context}, moved from position {variant['first_position']:,}, saves {saved}"
+    return f"computed in advance at position {variant['first_position']:,}, {context}; saves {saved}"
 
 
 def _name(source: dict[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """`stillroom prepare`: compute the KV of documents before a question asks for it."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillroom.cli.console import count, duration, line, note, print_json, size
+from stillroom.cli.console import count, duration, line, print_json, size
 from stillroom.cli.opening import load_settings, open_stillroom
 from stillroom.cli.options import (
     DEFAULT_KB,
@@ -17,6 +17,10 @@ from stillroom.cli.options import (
     help_text,
 )
 from stillroom.cli.progress import counting
+from stillroom.errors import UnknownDocumentError, UsageError
+
+if TYPE_CHECKING:
+    from stillroom.rag.stillroom import Stillroom
 
 HELP = help_text(
     "Compute the KV of documents now, so that the first question about them finds it.",
@@ -53,11 +57,18 @@ def prepare(  # noqa: PLR0913  one parameter per flag
         "prepare.layer_ms": 1e6,
     }
     settings = load_settings(config, flags)
+    if settings.reuse.keeps_kv and not min(settings.reuse.disk_bytes, settings.prepare.disk_bytes):
+        raise UsageError(
+            "with reuse.disk_bytes or prepare.disk_bytes = 0 nothing of what this command computes would be kept; "
+            "raise them"
+        )
     shown = counting("preparing chunks", is_shown=not (quiet or as_json))
     with open_stillroom(kb, settings) as stillroom, shown as on_progress:
+        names = [_known(stillroom, one) for one in documents or ()]
         report = stillroom.prepare(
-            *(documents or ()), progress=lambda done: on_progress(done.num_chunks_done, done.num_chunks_total)
+            *names, progress=lambda done: on_progress(done.num_chunks_done, done.num_chunks_total)
         )
+    code = 1 if report.num_chunks_total and not report.num_chunks else 0
     if as_json:
         print_json(
             {
@@ -73,12 +84,25 @@ def prepare(  # noqa: PLR0913  one parameter per flag
                 "is_full": report.is_full,
             }
         )
-        return
+        raise typer.Exit(code)
     line(
         f"prepared {report.num_chunks:,} of {count(report.num_chunks_total, 'chunk')} in {duration(report.seconds)}: "
         f"{report.num_computed:,} computed now, {size(report.num_bytes)} of KV"
     )
     if report.num_skipped:
-        note(f"{count(report.num_skipped, 'chunk')} are too long for the model or its KV pool (runtime.kv_bytes)")
+        line(
+            f"left out, because a window has no room for them: {count(report.num_skipped, 'chunk')} "
+            "(prepare.window_tokens, runtime.kv_bytes, and what the model takes)"
+        )
     if report.is_full:
-        note("the budget is full; raise prepare.disk_bytes and reuse.disk_bytes to prepare the rest")
+        line("the budget is full; raise prepare.disk_bytes and reuse.disk_bytes to prepare the rest")
+    raise typer.Exit(code)
+
+
+def _known(stillroom: "Stillroom", name: str) -> str:
+    """Return the id of the document that a name means, also as much of it as makes it clear."""
+    found = stillroom.documents_like(name)
+    if len(found) != 1:
+        told = "means several documents" if found else "is not a document"
+        raise UnknownDocumentError(f"{name!r} {told}; `stillroom list` shows their ids")
+    return found[0]

@@ -154,7 +154,7 @@ class PrepareConfig:
     when_idle: PrepareWhen = "auto"
     """Whether a server prepares documents while it answers no question. `auto`: with `reuse.mode = "prepared"`. `on`:
     with `exact` too. `off`: only `stillroom prepare` does."""
-    idle_s: float = 1.0
+    idle_s: float = 0.2
     """Seconds without a question before preparing goes on."""
     layer_ms: AboveZero = 5.0
     """Longest time of a layer of a preparing step, by the cost profile. A question that arrives waits for the end of

@@ -22,4 +22,4 @@ class Cancellation:
     def check(self) -> None:
         """Raise ChangeCancelledError if the work was cancelled."""
         if self._event.is_set():
-            raise ChangeCancelledError("the change of documents was cancelled before it was complete")
+            raise ChangeCancelledError("the work was cancelled before it was complete")

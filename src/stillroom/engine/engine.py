@@ -117,6 +117,10 @@ class Engine:
         for one in (request, *samples):
             self._deadlines.begin(one, now)
 
+    def expect_question(self) -> None:
+        """Interrupt the preparing prompt: a question is being searched for, and its prompt follows."""
+        self._interrupt_preparation(self.clock.monotonic())
+
     def prepare(self, request: Request, on_end: OnPrepared) -> None:
         """Compute a preparing prompt while the engine is idle, after those before it."""
         self._preparation.offer(request, on_end)
@@ -300,11 +304,11 @@ class Engine:
         if request is None:
             return False
         try:
-            if self.scheduler.is_prepared(request):
-                self._preparation.end(is_computed=False)
-            else:
+            if self.scheduler.has_to_prepare(request):
                 self._add(request, now=0.0)
-        except StillroomError as error:  # such as a prompt that does not fit into the KV pool
+            else:
+                self._preparation.end(is_computed=False)
+        except StillroomError as error:  # no room in the budget, or in the KV pool
             self._preparation.end(error)
         return True
 

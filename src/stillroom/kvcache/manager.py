@@ -15,13 +15,14 @@ from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
+from stillroom.errors import PreparedFullError
 from stillroom.kvcache.apply_placements import keep_computed_chunks, record_recompute
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
-from stillroom.kvcache.prepared import is_prepared, keep_prepared, num_pieces_to_keep
+from stillroom.kvcache.prepared import keep_prepared, num_missing_tokens, num_pieces_to_keep
 from stillroom.kvcache.reuse_report import nothing_reused
 from stillroom.kvcache.tree.pieces import Piece
 
@@ -119,13 +120,23 @@ class KVCacheManager:
         """Whether prompts take chunks from copies in their document's context."""
         return self.reuse is not None and self.reuse.anywhere is not None and self.reuse.anywhere.only_prepared
 
-    def is_prepared(self, lease: Lease) -> bool:
-        """Whether everything that a preparing lease is for is kept."""
+    def has_to_prepare(self, lease: Lease) -> bool:
+        """Whether anything that a preparing lease is for is not kept yet.
+
+        Raises:
+            PreparedFullError: the budgets of prepared KV have no room for it.
+        """
         if self.reuse is None:
-            return True
+            return False
+        tree = self.reuse.tree
         if self.uses_prepared:
-            return is_prepared(self.reuse.tree, lease)
-        return len(self.reuse.tree.match(lease.pieces)) >= num_pieces_to_keep(lease)
+            num_missing = num_missing_tokens(tree, lease)
+        else:
+            missing = lease.pieces[len(tree.match(lease.pieces)) : num_pieces_to_keep(lease)]
+            num_missing = sum(piece.num_tokens for piece in missing)
+        if num_missing * tree.options.bytes_per_token > tree.unused_room():
+            raise PreparedFullError("the budget of prepared KV is full")
+        return num_missing > 0
 
     def take_changes(self) -> set[bytes]:
         """Return keys and contents of the nodes that gained or lost a copy since the last call."""

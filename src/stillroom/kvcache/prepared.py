@@ -55,11 +55,13 @@ def prepared_path(tree: KnowledgeTree, lease: Lease) -> list[Node]:
     return found
 
 
-def is_prepared(tree: KnowledgeTree, lease: Lease) -> bool:
-    """Whether each chunk that a preparing prompt is for has a copy in this context."""
+def num_missing_tokens(tree: KnowledgeTree, lease: Lease) -> int:
+    """Return the tokens of the chunks that a preparing prompt is for and that have no copy in this context."""
     contexts = zip(lease.pieces, _contexts(lease.pieces), strict=True)
     wanted = ((piece, context) for piece, context in contexts if context and piece.chunk_id in lease.prepares)
-    return all(tree.get(context.key_of(piece.content, piece.start)) is not None for piece, context in wanted)
+    return sum(
+        piece.num_tokens for piece, context in wanted if tree.get(context.key_of(piece.content, piece.start)) is None
+    )
 
 
 def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:

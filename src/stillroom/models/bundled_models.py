@@ -33,7 +33,10 @@ def full_name(model: str) -> str:
     unchanged."""
     if model == BUNDLED_MODEL:
         return f"{BUNDLED_MODEL}:{DEFAULT}"
-    folder = Path(model).expanduser()
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # `~` of an unknown user, for example in a request
+        return model
     is_bundled = folder.is_dir() and folder.resolve().parent == FOLDER.resolve()
     return f"{BUNDLED_MODEL}:{folder.resolve().name}" if is_bundled else model
 

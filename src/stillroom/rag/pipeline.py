@@ -200,6 +200,7 @@ class Pipeline:
     ) -> _PreparedAnswers:
         arrival = self._clock.monotonic() if arrival is None else arrival
         self._check(question, options, num_samples, arrival)
+        self._backend.expect_question()
         mode, top_k = options.mode or self._config.search.mode, options.top_k
         top_k = self._config.search.top_k if top_k is None else top_k
         search = QuestionSearch(self._search, question, options, mode, top_k)

@@ -156,9 +156,13 @@ class PipelineLoader:
         assert self.backend is not None
         windows = self.backend.document_windows
         if windows is None:
+            if not self._config.reuse.keeps_kv:
+                raise UsageError(
+                    "with reuse.mode = off no KV is kept, so there is nothing to prepare; use --reuse exact"
+                )
             raise UsageError(
-                f"{self.backend.name} keeps no KV of documents, so there is nothing to prepare; choose a decoder with "
-                "--model and leave reuse.mode on"
+                f"{self.backend.name} keeps no KV of documents, so there is nothing to prepare; choose a model that "
+                "generates text with --model"
             )
         return windows
 

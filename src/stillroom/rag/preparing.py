@@ -14,7 +14,13 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
-from stillroom.errors import ChangeCancelledError, EngineClosedError, StillroomError
+from stillroom.errors import (
+    ChangeCancelledError,
+    EngineClosedError,
+    KnowledgeBaseBusyError,
+    PreparedFullError,
+    StillroomError,
+)
 from stillroom.rag.document_demand import DocumentDemand
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
@@ -23,7 +29,9 @@ if TYPE_CHECKING:  # it imports torch
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_RUNS = 5.0
+_SECONDS_BETWEEN_RUNS = 2.0
+_SECONDS_BETWEEN_PASSES = 60.0
+"""After these, all documents are looked through again: budgets may have room, and KV may have been evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ class PrepareReport:
     """What one run of `Preparer.run` did."""
 
     num_documents: int
-    """Documents all of whose chunks are prepared now."""
+    """Documents whose chunks are prepared now; chunks that are too long do not count."""
     num_documents_total: int
     num_chunks: int
     """Chunks that are prepared now, by this run or before."""
@@ -80,21 +88,19 @@ class Preparer:
         total = sum(info.num_chunks for info in infos)
         num_done = num_computed = num_skipped = num_whole = 0
         is_full = False
-        for info in sorted(infos, key=self._order):
-            chunks = self._kb.chunks_of(info.document_id)
-            windows = self._windows.windows_of(chunks)
-            num_skipped += len(chunks) - sum(len(window.new) for window in windows)
-            for window in windows:
-                stop.check()
-                is_full = not self._windows.has_room_for(window)
-                if is_full:
-                    break
-                num_computed += len(window.new) * self._windows.compute(window, stop)
-                num_done += len(window.new)
-                on_progress(PrepareProgress(num_done, total))
-            if is_full:
-                break
-            num_whole += 1
+        try:
+            for info in sorted(infos, key=self._order):
+                chunks = self._kb.chunks_of(info.document_id)
+                windows = self._windows.windows_of(chunks)
+                num_skipped += len(chunks) - sum(len(window.new) for window in windows)
+                for window in windows:
+                    stop.check()
+                    num_computed += len(window.new) * self._windows.compute(window, stop)
+                    num_done += len(window.new)
+                    on_progress(PrepareProgress(num_done, total))
+                num_whole += 1
+        except PreparedFullError:
+            is_full = True
         return PrepareReport(
             num_whole,
             len(infos),
@@ -134,8 +140,18 @@ class Preparing:
         on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
         stop: Cancellation | None = None,
     ) -> PrepareReport:
-        """As `Preparer.run`. Raises also as `load`."""
-        return Preparer(self._kb, self._load(), self._demand, self._clock).run(documents, on_progress, stop)
+        """As `Preparer.run`. Raises also as `load`.
+
+        Raises:
+            KnowledgeBaseBusyError: another process keeps KV in this knowledge base, so that nothing could be stored.
+        """
+        windows = self._load()
+        if not windows.may_store:
+            raise KnowledgeBaseBusyError(
+                "another process keeps KV in this knowledge base, so nothing that is prepared here could be stored; "
+                "stop it first (a server with reuse.mode = prepared prepares by itself)"
+            )
+        return Preparer(self._kb, windows, self._demand, self._clock).run(documents, on_progress, stop)
 
     def begin(self) -> None:
         """Start the thread, which prepares all documents, again after each change of documents. Idempotent."""
@@ -161,17 +177,20 @@ class Preparing:
 
     def _run(self) -> None:
         seen: int | None = None
+        due, told = 0.0, ""
         while not self._stop.is_cancelled:
             try:
                 now = self._kb.num_changes
-                if now != seen:
+                if now != seen or self._clock.monotonic() >= due:
                     self.report = self.run(stop=self._stop)
-                    seen = now
+                    seen, due = now, self._clock.monotonic() + _SECONDS_BETWEEN_PASSES
                     _log(self.report)
             except (ChangeCancelledError, EngineClosedError):
                 return
             except StillroomError as error:
-                logger.warning("documents are not prepared now: %s", error)
+                if str(error) != told:
+                    told = str(error)
+                    logger.warning("documents are not prepared now: %s", error)
             except Exception:
                 logger.exception("preparing documents failed; it is tried again")
             self._wake.wait(_SECONDS_BETWEEN_RUNS)

@@ -288,6 +288,7 @@ class Stillroom:
 
         Raises:
             UsageError: the model keeps no KV: the reader, a server elsewhere, or `reuse.mode = "off"`.
+            KnowledgeBaseBusyError: another process keeps KV in this knowledge base, so that nothing could be stored.
             UnknownDocumentError: a target matches nothing.
             ChangeCancelledError: `stop` was cancelled.
         """

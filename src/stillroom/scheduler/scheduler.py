@@ -92,10 +92,10 @@ class Scheduler:
         leader.followers = followers
         self._enqueue(leader)
 
-    def is_prepared(self, request: Request) -> bool:
-        """Whether everything that a preparing request is for is kept already; raises as `check_request`."""
+    def has_to_prepare(self, request: Request) -> bool:
+        """As `KVCacheManager.has_to_prepare`. Raises also as `check_request`."""
         self.check(request)
-        return self.kv.is_prepared(self._new_sequence(request, 0.0).lease)
+        return self.kv.has_to_prepare(self._new_sequence(request, 0.0).lease)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request and free its blocks; False if it is unknown or has ended."""

@@ -117,7 +117,9 @@ KV_PLACED = MetricSpec(
 )
 KV_PLACED_TOKENS = MetricSpec("stillroom_kv_cache_placed_tokens_total", "counter", "Tokens of those documents.")
 KV_PREPARED_TOKENS = MetricSpec(
-    "stillroom_kv_cache_prepared_tokens_total", "counter", "Those that were prepared in their document's context."
+    "stillroom_kv_cache_prepared_tokens_total",
+    "counter",
+    "Tokens of documents reused as prepared in their document's context.",
 )
 PREPARED = MetricSpec("stillroom_prepared_chunks_total", "counter", "Chunks computed before a question asked for them.")
 KV_UNUSED_BYTES = MetricSpec(

@@ -62,11 +62,14 @@ def _lines(path: Path, limit: int | None) -> Iterator[ContextQuestion]:
         for number, line in enumerate(lines, 1):
             if limit is not None and number > limit:
                 return
+            if not line.strip():
+                continue
             try:
                 yield _question(json.loads(line))
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise UsageError(
-                    f"{path}, line {number}: not a question with documents, retrieved, needed and answer ({error!r})"
+                    f"{path}, line {number}: not a question with `documents`, `retrieved`, `needed` and `answer`, or "
+                    f"with `chunks`, `needed_chunks` and `answer` ({error!r})"
                 ) from error
 
 
@@ -88,7 +91,12 @@ def _question(row: dict[str, Any]) -> ContextQuestion:
         int(row.get("distance", len(needed) - 1)),
     )
     for place in (*found.retrieved, *found.needed):
+        if min(place) < 0:
+            raise ValueError(f"{place} is no document and chunk")
         found.chunk(place)  # raises IndexError
+    texts_of = [found.question, found.answer, *(chunk.text for document in documents for chunk in document)]
+    if not found.retrieved or not all(isinstance(text, str) and text.strip() for text in texts_of):
+        raise ValueError("nothing is retrieved, or a text is empty")
     return found
 
 

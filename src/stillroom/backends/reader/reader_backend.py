@@ -83,6 +83,9 @@ class ReaderBackend:
     def document_windows(self) -> None:
         return None
 
+    def expect_question(self) -> None:
+        """Nothing is prepared that it could interrupt."""
+
     def prepare_prompt(
         self,
         chunks: Sequence[Chunk],

@@ -93,8 +93,13 @@ class KnowledgeTree:
         return self._tiers.num_nodes(tier)
 
     def unused_room(self) -> int:
-        """Bytes that host or disk, whichever has more, can still take of KV that was prepared and never used."""
-        return max(self._tiers.unused_room(tier) for tier in (Tier.HOST, Tier.DISK))
+        """Bytes that the disk can still take of KV that was prepared and never used; without a disk, the host."""
+        return self._tiers.unused_room(self.prepared_tier)
+
+    @property
+    def prepared_tier(self) -> Tier:
+        """Where prepared KV must find room: on disk, to last; without a disk, on the host."""
+        return Tier.DISK if self._tiers.capacity(Tier.DISK) else Tier.HOST
 
     def num_unused_bytes(self, tier: Tier) -> int:
         """Bytes of the copies in a tier that were prepared and never used."""
