@@ -35,3 +35,20 @@ def test_reader_keeps_no_kv_and_the_error_says_what_to_do(run: Run, kb: None) ->
 def test_unknown_document_is_named(run: Run, kb: None) -> None:
     result = run("prepare", "missing.txt", "--kb", "kb", "--model", "bundled:microworld")
     assert result.code != 0 and "missing.txt" in result.err
+
+
+@pytest.mark.parametrize("setting", ["STILLROOM_REUSE__DISK_BYTES", "STILLROOM_PREPARE__DISK_BYTES"])
+def test_nothing_is_prepared_that_would_be_lost_at_the_end(
+    run: Run, kb: None, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting, "0")
+    result = run("prepare", "--kb", "kb", "--model", "bundled:microworld")
+    assert result.code == 2 and "disk_bytes" in result.err
+
+
+def test_full_budget_is_reported_and_nothing_prepared_is_a_failure(
+    run: Run, kb: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STILLROOM_PREPARE__DISK_BYTES", "1000")
+    result = run("prepare", "--kb", "kb", "--model", "bundled:microworld", "--reuse", "prepared")
+    assert result.code == 1 and "prepared 0 of 1 chunk" in result.out and "the budget is full" in result.out

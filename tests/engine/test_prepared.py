@@ -327,3 +327,14 @@ def test_questions_are_never_stopped(decoder: Decoder) -> None:
     fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
     fixture.engine.should_stop = lambda: True
     assert fixture.run(question("r", 1, 2))[0] == Oracle(decoder).answer(question("r", 1, 2))
+
+
+def test_question_that_is_searched_for_interrupts_preparing(decoder: Decoder) -> None:
+    fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
+    fixture.offer(1, 2, 3, 4)
+    fixture.clock.advance(60.0)
+    assert fixture.engine.do_idle_work() and fixture.engine.has_work
+    fixture.engine.expect_question()
+    assert not fixture.engine.has_work and not fixture.engine.do_idle_work() and not fixture.ended
+    fixture.idle()
+    assert fixture.ended == [(None, True)]

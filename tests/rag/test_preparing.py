@@ -7,7 +7,7 @@ import pytest
 
 from stillroom.config.settings import ChunkerConfig, PrepareConfig, ReuseConfig, StillroomConfig
 from stillroom.core.cancellation import Cancellation
-from stillroom.errors import ChangeCancelledError, UnknownDocumentError, UsageError
+from stillroom.errors import ChangeCancelledError, KnowledgeBaseBusyError, UnknownDocumentError, UsageError
 from stillroom.rag.preparing import PrepareProgress
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server.routes.document_routes import begin_preparing
@@ -139,6 +139,17 @@ def test_model_without_kv_is_refused_with_what_to_do(docs: Path, tmp_path: Path)
         pytest.raises(UsageError, match="--model"),
     ):
         stillroom.prepare()
+
+
+def test_process_that_cannot_store_kv_says_so(docs: Path, tmp_path: Path) -> None:
+    with (
+        Stillroom.open(tmp_path / "kb", config=PREPARED) as first,
+        Stillroom.open(tmp_path / "kb", config=PREPARED) as two,
+    ):
+        first.add(docs)
+        assert first.prepare().num_computed > 0
+        with pytest.raises(KnowledgeBaseBusyError, match="another process keeps KV"):
+            two.prepare()
 
 
 def test_server_prepares_in_the_background_and_again_after_a_change(docs: Path, tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_every_answer_of_a_model_that_cannot_read_documents_says_so(
 def test_the_folder_of_a_bundled_model_is_known_by_its_name(kb: Path) -> None:
 
     assert full_name("bundled") == full_name(str(FOLDER / "reader")) == READER
+    assert full_name("~no-such-user/model") == "~no-such-user/model"
     assert full_name("some/model") == "some/model" and full_name(str(kb)) == str(kb)
     assert model_warnings(str(FOLDER / "microworld")) == model_warnings(MICROWORLD) != ()
     assert reader_folder("bundled") == bundled_folder(READER) == FOLDER / "reader"
