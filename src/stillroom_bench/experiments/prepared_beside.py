@@ -92,9 +92,9 @@ def _rows(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     for kind, found in seconds.items():
         row = {"when the question arrives": kind, "questions": len(found)}
         row |= {f"p{q}, ms": f"{1000 * np.percentile(found, q):.1f}" for q in (50, 95)}
-        if kind == PREPARING:
-            row["ratio of p50"] = str(ratio_of_medians(found, seconds[IDLE]))
-            row["ratio of p95"] = str(_ratio_of_p95(found, seconds[IDLE]))
+        is_baseline = kind == IDLE
+        row["ratio of p50"] = "" if is_baseline else str(ratio_of_medians(found, seconds[IDLE]))
+        row["ratio of p95"] = "" if is_baseline else str(_ratio_of_p95(found, seconds[IDLE]))
         rows.append(row)
     return rows
 
