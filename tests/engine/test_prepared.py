@@ -333,8 +333,11 @@ def test_question_that_is_searched_for_interrupts_preparing(decoder: Decoder) ->
     fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
     fixture.offer(1, 2, 3, 4)
     fixture.clock.advance(60.0)
-    assert fixture.engine.do_idle_work() and fixture.engine.has_work
+    fixture.engine.do_idle_work()
+    assert fixture.engine.scheduler.request_ids == ["prepare-0-(1, 2, 3, 4)"]
     fixture.engine.expect_question()
-    assert not fixture.engine.has_work and not fixture.engine.do_idle_work() and not fixture.ended
+    assert fixture.engine.scheduler.request_ids == [] and not fixture.ended
+    fixture.engine.do_idle_work()
+    assert fixture.engine.scheduler.request_ids == [], "the engine was needed just now"
     fixture.idle()
     assert fixture.ended == [(None, True)]

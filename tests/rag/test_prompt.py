@@ -118,3 +118,18 @@ def test_server_elsewhere_is_asked_for_citations_behind_the_question() -> None:
     ]
     assert prompts[0] == "Why?"
     assert isinstance(prompts[1], str) and prompts[1].startswith("Why?\n\n") and "[1]" in prompts[1]
+
+
+def test_chunks_of_one_document_stand_in_its_order_if_asked_for(tokenizer: Tokenizer) -> None:  # noqa: F811
+    found = [
+        Chunk(ChunkId(1), DocumentId("b"), 5, "the fox"),
+        Chunk(ChunkId(2), DocumentId("a"), 7, "the dog"),
+        Chunk(ChunkId(3), DocumentId("b"), 2, "the quick"),
+        Chunk(ChunkId(4), DocumentId("a"), 1, "over the dog"),
+    ]
+    ranked = PromptBuilder(tokenizer, format_for(tokenizer)).build(found, "the dog?", 1000)
+    ordered = PromptBuilder(tokenizer, format_for(tokenizer), "document").build(found, "the dog?", 1000)
+    assert ranked.chunk_ids == (1, 2, 3, 4) and ordered.chunk_ids == (3, 1, 4, 2)
+    room = ranked.num_tokens - 1
+    cut = PromptBuilder(tokenizer, format_for(tokenizer), "document").build(found, "the dog?", room)
+    assert cut.chunk_ids == (3, 1, 2), "the worst chunk is left out, not the last of a document"

@@ -25,7 +25,7 @@ from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig,
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.engine.audit import Audit
 from stillroom.engine.engine import Engine
-from stillroom.engine.preparation import Preparation
+from stillroom.engine.preparation import PreparingQueue
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
@@ -149,7 +149,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
             randomness=random.Random(0),
         )
     scheduler = Scheduler(cache.manager, limits, POLICIES[config.scheduling], config.starvation_window)
-    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit, Preparation(prepare.idle_s))
+    engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit, PreparingQueue(prepare.idle_s))
     return engine, replace(cache, audit=audit)
 
 

@@ -227,7 +227,7 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
             device.
     """
     model, engine, cache, num_threads = run_in_short_lived_thread(lambda: _built(config, clock, kb_folder))
-    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer), config.generation.chunk_order)
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
     running = AsyncEngine(engine, config.runtime.max_waiting)
     running.run(lambda _: torch.set_num_threads(num_threads))  # torch keeps this setting per thread

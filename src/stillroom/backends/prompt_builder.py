@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from stillroom.backends.conversation import NO_HISTORY, History, new_chunks, num_turns_to_drop
+from stillroom.config.settings import ChunkOrder
 from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import ModelError
@@ -178,11 +179,22 @@ def _text_of(chunk: Chunk, prompt_format: PromptFormat) -> str:
     return f"{chunk.heading}\n\n{chunk.text}" if prompt_format.shows_headings and chunk.heading else chunk.text
 
 
+def in_document_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return chunks, given best first, document by document in its own order; the document of the best chunk first."""
+    rank = {chunk.document_id: place for place, chunk in reversed(list(enumerate(chunks)))}
+    return sorted(chunks, key=lambda chunk: (rank[chunk.document_id], chunk.ordinal))
+
+
 class PromptBuilder:
     """Builds prompts with one model's tokenizer and format."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat, chunk_order: ChunkOrder = "rank") -> None:
+        """
+        Args:
+            chunk_order: `generation.chunk_order`.
+        """
         self._tokenizer = tokenizer
+        self._chunk_order = chunk_order
         self._format = prompt_format
         self._system = Segment(
             SegmentKind.SYSTEM, tuple(tokenizer.encode_template(prompt_format.system + prompt_format.opening))
@@ -191,7 +203,7 @@ class PromptBuilder:
     def build(
         self, chunks: Sequence[Chunk], question: str, max_tokens: int | None, history: History = NO_HISTORY
     ) -> SegmentedPrompt:
-        """Build system, earlier turns, chunks in the given order, and question.
+        """Build system, earlier turns, chunks in the given order or that of their documents, and question.
 
         A prompt of more than `max_tokens` (None: no limit) loses its oldest turns until the chunks have half of the
         room, or all that they need; then its last chunks. Even without chunks it may be too long; the scheduler
@@ -223,13 +235,15 @@ class PromptBuilder:
         return found, new
 
     def _fitting(self, chunks: Sequence[Chunk], room: float) -> list[Segment]:
-        kept = []
-        for segment in map(self._chunk, chunks):
+        kept: dict[Chunk, Segment] = {}
+        for chunk in chunks:
+            segment = self._chunk(chunk)
             room -= len(segment.token_ids)
             if room < 0:
                 break
-            kept.append(segment)
-        return kept
+            kept[chunk] = segment
+        order = in_document_order(list(kept)) if self._chunk_order == "document" else kept
+        return [kept[chunk] for chunk in order]
 
     def _system_with(self, said: str) -> Segment:
         if not said:

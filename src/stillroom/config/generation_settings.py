@@ -13,6 +13,7 @@ from stillroom.errors import ConfigError
 EngineKind = Literal["builtin", "openai"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
+ChunkOrder = Literal["rank", "document"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,10 @@ class GenerationConfig:
     max_prompt_tokens: AtLeastZero = 0
     """Most tokens in a prompt. Documents that do not fit are left out; a question that does not fit without documents
     is refused. 0: the limit of the model."""
+    chunk_order: ChunkOrder = "rank"
+    """Order of the chunks in a prompt of a model in this process. `rank`: best first. `document`: the document of the
+    best chunk first, and chunks of one document in its order, so that "she" stands behind the sentence that names
+    her (docs/prepared.md)."""
     temperature: float = 0.0
     """0: greedy, always the most likely token."""
     top_p: Annotated[float, Range(0, 1, is_low_open=True)] = 1.0

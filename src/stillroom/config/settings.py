@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.generation_settings import (
+    ChunkOrder,
     DocumentOrder,
     EngineConfig,
     EngineKind,
@@ -49,6 +50,7 @@ from stillroom.errors import ConfigError
 
 __all__ = [
     "BUNDLED_MODEL",
+    "ChunkOrder",
     "ChunkerConfig",
     "DocumentOrder",
     "DocumentsConfig",

@@ -17,7 +17,7 @@ from stillroom.engine.corpora import Corpora, CorpusView, Existing
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
 from stillroom.engine.isolation import Isolation, Suspects
-from stillroom.engine.preparation import OnPrepared, Preparation
+from stillroom.engine.preparation import OnPrepared, PreparingQueue
 from stillroom.engine.recovery import Recovery
 from stillroom.errors import DeviceLostError, EngineError, StillroomError
 from stillroom.kvcache.tree.provenance import MAX_SEEN
@@ -42,7 +42,7 @@ class Engine:
         clock: Clock,
         timeout_seconds: float = 0.0,
         audit: Audit | None = None,
-        preparation: Preparation | None = None,
+        preparation: PreparingQueue | None = None,
     ) -> None:
         """
         Args:
@@ -51,7 +51,7 @@ class Engine:
             preparation: when preparing prompts run; None: as soon as the engine is idle.
         """
         self.audit = audit
-        self._preparation = preparation or Preparation(0.0)
+        self._preparation = preparation or PreparingQueue(0.0)
         self.should_stop: Callable[[], bool] | None = None
         """Whether a preparing step shall end before its last layer, because a command waits."""
         self.scheduler = scheduler

@@ -34,7 +34,7 @@ class _Task:
     on_end: OnPrepared
 
 
-class Preparation:
+class PreparingQueue:
     """The preparing prompts of one engine, one after the other. Only the engine's thread calls it."""
 
     def __init__(self, idle_seconds: float) -> None:

@@ -5,6 +5,7 @@ RAGCache (3.2) measures that 3 % of the documents take 60 % of the requests.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ if TYPE_CHECKING:  # it imports torch
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_RUNS = 2.0
+_SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_BETWEEN_PASSES = 60.0
-"""After these, all documents are looked through again: budgets may have room, and KV may have been evicted."""
+"""After these, a budget that was full is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class PrepareProgress:
 
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """What one run of `Preparer.run` did."""
+    """The result of `DocumentPreparer.run`."""
 
     num_documents: int
     """Documents whose chunks are prepared now; chunks that are too long do not count."""
@@ -61,64 +62,8 @@ class PrepareReport:
     """Whether it stopped because the budget is full (`prepare.disk_bytes`, `prepare.host_bytes`)."""
 
 
-class Preparer:
-    """Prepares the documents of one knowledge base."""
-
-    def __init__(self, kb: KnowledgeBase, windows: "DocumentWindows", demand: DocumentDemand, clock: Clock) -> None:
-        self._kb, self._windows, self._demand, self._clock = kb, windows, demand, clock
-
-    def run(
-        self,
-        documents: Collection[DocumentId] | None = None,
-        on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
-        stop: Cancellation | None = None,
-    ) -> PrepareReport:
-        """Prepare documents until all are prepared or the budget is full. What is kept already is not computed again.
-
-        Args:
-            documents: None: all.
-            stop: ends the run from another thread; what is computed by then is kept.
-
-        Raises:
-            ChangeCancelledError: `stop` was cancelled.
-            EngineError: the engine was closed, or fails.
-        """
-        stop, began = stop or Cancellation(), self._clock.monotonic()
-        infos = [info for info in self._kb.documents() if documents is None or info.document_id in documents]
-        total = sum(info.num_chunks for info in infos)
-        num_done = num_computed = num_skipped = num_whole = 0
-        is_full = False
-        try:
-            for info in sorted(infos, key=self._order):
-                chunks = self._kb.chunks_of(info.document_id)
-                windows = self._windows.windows_of(chunks)
-                num_skipped += len(chunks) - sum(len(window.new) for window in windows)
-                for window in windows:
-                    stop.check()
-                    num_computed += len(window.new) * self._windows.compute(window, stop)
-                    num_done += len(window.new)
-                    on_progress(PrepareProgress(num_done, total))
-                num_whole += 1
-        except PreparedFullError:
-            is_full = True
-        return PrepareReport(
-            num_whole,
-            len(infos),
-            num_done,
-            total,
-            num_computed,
-            num_skipped,
-            self._windows.num_bytes,
-            self._clock.monotonic() - began,
-            is_full,
-        )
-
-    def _order(self, info: DocumentInfo) -> tuple[int, float, DocumentId]:
-        return -self._demand.of(info.document_id), -info.added_at, info.document_id
-
-
-class Preparing:
-    """The preparing of one `Stillroom`: on request, or in a thread while its model answers no question."""
+class DocumentPreparer:
+    """Prepares the documents of one `Stillroom`: on request, or in a thread while its model answers no question."""
 
     def __init__(
         self, kb: KnowledgeBase, load: Callable[[], "DocumentWindows"], demand: DocumentDemand, clock: Clock
@@ -131,6 +76,8 @@ class Preparing:
         self._thread: threading.Thread | None = None
         self._stop = Cancellation()
         self._wake = threading.Event()
+        self._prepared: dict[DocumentId, float] = {}
+        """When the documents that the thread has prepared were added."""
         self.report: PrepareReport | None = None
         """Of the last complete run of the thread."""
 
@@ -139,19 +86,53 @@ class Preparing:
         documents: Collection[DocumentId] | None = None,
         on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
         stop: Cancellation | None = None,
+        known: dict[DocumentId, float] | None = None,
     ) -> PrepareReport:
-        """As `Preparer.run`. Raises also as `load`.
+        """Prepare documents until all are prepared or the budget is full. What is kept already is not computed again.
+
+        Args:
+            documents: None: all.
+            stop: ends the run from another thread; what is computed by then is kept.
+            known: documents that are not looked at again unless they were added later; the run adds to them.
 
         Raises:
+            UsageError: the model keeps no KV.
             KnowledgeBaseBusyError: another process keeps KV in this knowledge base, so that nothing could be stored.
+            ChangeCancelledError: `stop` was cancelled.
+            EngineError: the engine was closed, or fails.
         """
-        windows = self._load()
+        stop, began, windows = stop or Cancellation(), self._clock.monotonic(), self._load()
         if not windows.may_store:
             raise KnowledgeBaseBusyError(
                 "another process keeps KV in this knowledge base, so nothing that is prepared here could be stored; "
                 "stop it first (a server with reuse.mode = prepared prepares by itself)"
             )
-        return Preparer(self._kb, windows, self._demand, self._clock).run(documents, on_progress, stop)
+        known = {} if known is None else known
+        infos = [info for info in self._kb.documents() if documents is None or info.document_id in documents]
+        total = sum(info.num_chunks for info in infos)
+        num_done = num_computed = num_skipped = num_whole = 0
+        is_full = False
+        try:
+            for info in sorted(infos, key=self._order):
+                if known.get(info.document_id) == info.added_at:
+                    num_done, num_whole = num_done + info.num_chunks, num_whole + 1
+                    continue
+                chunks = self._kb.chunks_of(info.document_id)
+                cut = windows.windows_of(chunks)
+                num_skipped += len(chunks) - sum(len(window.new) for window in cut)
+                for window in cut:
+                    stop.check()
+                    num_computed += len(window.new) * windows.compute(window, stop)
+                    num_done += len(window.new)
+                    on_progress(PrepareProgress(num_done, total))
+                num_whole += 1
+                known[info.document_id] = info.added_at
+        except PreparedFullError:
+            is_full = True
+        seconds = self._clock.monotonic() - began
+        return PrepareReport(
+            num_whole, len(infos), num_done, total, num_computed, num_skipped, windows.num_bytes, seconds, is_full
+        )
 
     def begin(self) -> None:
         """Start the thread, which prepares all documents, again after each change of documents. Idempotent."""
@@ -182,8 +163,9 @@ class Preparing:
             try:
                 now = self._kb.num_changes
                 if now != seen or self._clock.monotonic() >= due:
-                    self.report = self.run(stop=self._stop)
-                    seen, due = now, self._clock.monotonic() + _SECONDS_BETWEEN_PASSES
+                    self.report = self.run(stop=self._stop, known=self._prepared)
+                    pause = _SECONDS_BETWEEN_PASSES if self.report.is_full else math.inf
+                    seen, due = now, self._clock.monotonic() + pause
                     _log(self.report)
             except (ChangeCancelledError, EngineClosedError):
                 return
@@ -193,8 +175,11 @@ class Preparing:
                     logger.warning("documents are not prepared now: %s", error)
             except Exception:
                 logger.exception("preparing documents failed; it is tried again")
-            self._wake.wait(_SECONDS_BETWEEN_RUNS)
+            self._wake.wait(_SECONDS_BETWEEN_CHECKS)
             self._wake.clear()
+
+    def _order(self, info: DocumentInfo) -> tuple[int, float, DocumentId]:
+        return -self._demand.of(info.document_id), -info.added_at, info.document_id
 
 
 def _log(report: PrepareReport) -> None:

@@ -28,7 +28,7 @@ from stillroom.kvstore.owners import OwnerNote
 from stillroom.models.bundled_models import model_warnings
 from stillroom.rag.answer import Answer, AskOptions, checked_options, checked_query
 from stillroom.rag.pipeline_loader import Closing, PipelineLoader, SharedBackend
-from stillroom.rag.preparing import PrepareProgress, PrepareReport, Preparing
+from stillroom.rag.preparing import DocumentPreparer, PrepareProgress, PrepareReport
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
@@ -83,7 +83,7 @@ class Stillroom:
         self._loader = loader = PipelineLoader(kb, self._search, config, metrics, self._traces, clock, shared)
         self.records = Records(self._traces, kb.chunks)
         """The request log: past questions and their answers."""
-        self.preparing = Preparing(kb, loader.document_windows, self._search.demand, clock)
+        self.preparing = DocumentPreparer(kb, loader.document_windows, self._search.demand, clock)
         """Computes documents' KV before a question asks for it (docs/prepared.md)."""
         if shared is None:
             metrics.watch(lambda: loader.backend.readings() if loader.backend else {})
