@@ -185,6 +185,7 @@ def test_similar_chunks_are_others_that_share_rare_words(tmp_path: Path) -> None
     assert set(similar.before(many, (1, 1))[:2]) == {(1, 0), (1, 2)}, "the same bank or person"
 
 
+@pytest.mark.slow  # measures every arm
 def test_every_arm_and_order_is_measured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[str] = []
 

@@ -28,6 +28,7 @@ def test_head_is_final_from_the_list_after_which_it_no_longer_changes(
     assert first_final(lists, first) == expected
 
 
+@pytest.mark.slow  # measures every arm
 def test_every_index_and_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((230, 384)).astype(np.float32)

@@ -1,9 +1,12 @@
 """Tests `stillroom bench fixed-shapes`."""
 
+import pytest
+
 from stillroom_bench.quality.fixed_shapes import questions, run_fixed_shapes
 from stillroom_bench.quality.quality_options import FixedShapesOptions
 
 
+@pytest.mark.slow  # measures every arm
 def test_fixed_shapes_make_reuse_bit_identical() -> None:
     result = run_fixed_shapes(FixedShapesOptions(num_questions=2, repeat=1))
     [rows] = result.tables.values()

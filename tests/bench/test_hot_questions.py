@@ -51,6 +51,7 @@ def test_run_measures_both_arms_and_removes_its_copy(tmp_path: Path) -> None:
     assert len(list((tmp_path / "work").iterdir())) == 1, "the copy is removed and the original is unchanged"
 
 
+@pytest.mark.slow  # measures every arm
 def test_every_arm_computes_every_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     embedded: list[set[str]] = []
     embed = Embedder.embed_queries

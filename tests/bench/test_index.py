@@ -37,6 +37,7 @@ def run(tmp_path: Path, peers: tuple[str, ...] = (), say: Callable[[str], None] 
     return run_index(IndexOptions((Path("data/tiny"),), (300, 150), peers, repeat=1), tmp_path, say)
 
 
+@pytest.mark.slow  # measures every arm
 @pytest.mark.usefixtures("tiny")
 def test_every_index_size_and_table_is_measured(tmp_path: Path) -> None:
     said: list[str] = []

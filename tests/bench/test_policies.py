@@ -162,6 +162,7 @@ def test_traces_are_read_and_other_files_refused(tmp_path: Path) -> None:
             read(tmp_path / "other")
 
 
+@pytest.mark.slow  # measures every arm
 def test_report_has_every_workload_and_policy(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     with pytest.raises(UsageError, match="has no rag_"):

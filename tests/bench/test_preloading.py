@@ -20,6 +20,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow  # measures every arm
 def test_every_place_way_and_moment_is_measured(tmp_path: Path) -> None:
     scope = AnywhereBenchOptions(
         num_chunks=3, chunk_tokens=20, question_tokens=8, ratios=(0.25,), dtype="float32", repeat=2

@@ -12,6 +12,7 @@ from stillroom_bench.loads.workloads import RealData
 from tests.bench.test_anywhere import TINY
 
 
+@pytest.mark.slow  # measures every arm
 def test_every_arm_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((230, 16)).astype(np.float32)

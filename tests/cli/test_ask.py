@@ -222,7 +222,7 @@ def test_options_reach_the_stillroom(run: Run, opened: Opened, fake: FakeStillro
 
 def test_every_generation_setting_has_a_flag(run: Run, opened: Opened, fake: FakeStillroom) -> None:
     """The first assertion fails for a setting without a flag."""
-    limits = {"max_prompt_tokens": 0, "citations": True, "ask_for_citations": False}
+    limits = {"max_prompt_tokens": 0, "citations": True, "ask_for_citations": False, "chunk_order": "rank"}
     values = {field.name: 0.5 for field in dataclasses.fields(GenerationConfig) if field.name not in limits}
     values |= {"max_tokens": 7, "sample_top_k": 3, "seed": 5}
     flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]

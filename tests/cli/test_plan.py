@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.backends import local
+from stillroom.backends import engine_building
 from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
@@ -53,7 +53,7 @@ def lists_kb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ignores calibrations of this machine."""
-    monkeypatch.setattr(local, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(engine_building, "cache_root", lambda: tmp_path / "cache")
 
 
 def test_plan_for_an_index_that_cannot_be_split(run: Run, kb: Path) -> None:

@@ -35,6 +35,7 @@ for kernel in (rms_norm, cpu_products.linear_scaled, cpu_products.linear_bfloat1
 """
 
 
+@pytest.mark.slow  # compiles every kernel again
 def test_only_prange_loops_are_parallel(tmp_path: Path) -> None:
     """Results do not show it: numba reads beyond the end of a too small buffer, and discards what it reads."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

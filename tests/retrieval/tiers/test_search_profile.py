@@ -34,6 +34,7 @@ def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # times searches
 def test_device_is_timed_with_the_lists_that_fit() -> None:
     """Runs on the CPU with the same code."""
     lists = made_lists(SCOPE)
