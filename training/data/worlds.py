@@ -52,8 +52,12 @@ def plain(text: str) -> str:
     return re.sub(r" +([.,?!])", r"\1", text.removeprefix("<chunk> ").removesuffix(" </chunk>")).strip()
 
 
-def _load_generator(shared: Path, split: Split) -> Any:
-    """Load the generator module with the one-word names of the split."""
+def load_generator(shared: Path) -> Any:
+    """Load the generator as a new module.
+
+    Raises:
+        FileNotFoundError: the shared folder has no generator.
+    """
     path = shared / _GENERATOR
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; name the folder that contains {_GENERATOR} with --shared")
@@ -61,6 +65,12 @@ def _load_generator(shared: Path, split: Split) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def _generator_of(shared: Path, split: Split) -> Any:
+    """Load the generator with the one-word names of the split."""
+    module = load_generator(shared)
     for pool in _POOLS:
         names = getattr(module, pool)
         held = held_out(names, _HELD_SHARE, seed=0)  # independent of the worlds' seed
@@ -74,7 +84,7 @@ def make_worlds(shared: Path, split: Split, seed: int) -> Iterator[World]:
     Raises:
         FileNotFoundError: the shared folder has no generator.
     """
-    return _worlds(_load_generator(shared, split), split, random.Random(f"{seed}:{split}"))
+    return _worlds(_generator_of(shared, split), split, random.Random(f"{seed}:{split}"))
 
 
 def _worlds(generator: Any, split: Split, rng: random.Random) -> Iterator[World]:

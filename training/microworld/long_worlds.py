@@ -5,18 +5,15 @@ A document is a row of sections, each about one entity: a chunk that names the e
 states the relations of its type in another order, so every question has rivals: other entities with the same relation.
 """
 
-import importlib.util
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from training.data.split import Split
 
 MAX_DISTANCE = 10
 """Most chunks between a fact and the chunk that names its subject."""
-GENERATOR = Path("tools/microworld/world.py")
 _TYPES = {"person": 4, "ship": 2, "firm": 2, "town": 2}
 """Types of entities, with their weights."""
 _P_MAIN = 0.75
@@ -56,22 +53,6 @@ class _Fact:
     document: int
     named_in: int
     stated_in: int
-
-
-def load_generator(shared: Path) -> Any:
-    """Load microworld's generator.
-
-    Raises:
-        FileNotFoundError: the shared folder has none.
-    """
-    path = shared / GENERATOR
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; name the folder that contains {GENERATOR} with --shared")
-    spec = importlib.util.spec_from_file_location("microworld_generator", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_world(generator: Any, rng: random.Random, split: Split, lengths: Sequence[int]) -> LongWorld:

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from training.microworld.long_worlds import LongWorld, load_generator, make_world, retrieve
+from training.data.worlds import load_generator
+from training.microworld.long_worlds import LongWorld, make_world, retrieve
 
 _MAX_PAIRS = 12
 _LM_SHARE, _LM_WEIGHT = 0.3, 0.2

@@ -5,9 +5,10 @@ chunks of the one before it, so that its own first chunks have context too. With
 its KV behind the system message is the beginning of every prompt whose best chunk it is.
 """
 
+import contextlib
 import itertools
 import math
-import threading
+import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.kvcache.tree.provenance import MAX_SEEN
 
-MAX_WINDOW_TOKENS = 4096
-"""Default bound on a window."""
+DEFAULT_WINDOW_TOKENS = 4096
+"""Most tokens of a window where the settings name none."""
 _SECONDS_BETWEEN_CHECKS = 0.2
 _numbers = itertools.count()
 
@@ -58,7 +59,7 @@ class DocumentWindows:
         """Return the windows of a document, given all of its chunks in order. Chunks that are too long are in none."""
         lengths = [len(segment.token_ids) for segment in self._prompt(chunks).segments[1:-1]]
         empty = self._prompt(()).num_tokens
-        room = min(self.config.window_tokens or MAX_WINDOW_TOKENS, self.max_tokens - 1) - empty
+        room = min(self.config.window_tokens or DEFAULT_WINDOW_TOKENS, self.max_tokens - 1) - empty
         if not self.cache.manager.uses_prepared:
             return [
                 DocumentWindow((chunk,), 0) for chunk, length in zip(chunks, lengths, strict=True) if length <= room
@@ -88,15 +89,10 @@ class DocumentWindows:
             PreparedFullError: the budgets of prepared KV have no room for it.
             EngineError: the window could not be computed.
         """
-        ended = threading.Event()
-        errors: list[Exception] = []
-        was_kept: list[bool] = []
+        ended: queue.SimpleQueue[tuple[Exception | None, bool]] = queue.SimpleQueue()
 
         def on_end(error: Exception | None, *, is_computed: bool) -> None:
-            if error is not None:
-                errors.append(error)
-            was_kept.append(not is_computed)
-            ended.set()
+            ended.put((error, is_computed))
 
         request = Request(
             request_id=RequestId(f"prepare-{next(_numbers)}"),
@@ -107,14 +103,17 @@ class DocumentWindows:
         )
         self.engine.prepare(request, on_end)
         try:
-            while not ended.wait(_SECONDS_BETWEEN_CHECKS):
+            while True:
                 stop.check()
+                with contextlib.suppress(queue.Empty):
+                    error, is_computed = ended.get(timeout=_SECONDS_BETWEEN_CHECKS)
+                    break
         except BaseException:
             self.engine.cancel_preparing(request.request_id)
             raise
-        if errors:
-            raise errors[0]
-        return not was_kept[0]
+        if error is not None:
+            raise error
+        return is_computed
 
     def _prompt(self, chunks: Sequence[Chunk]) -> SegmentedPrompt:
         return self.prompts.build(chunks, "", None)

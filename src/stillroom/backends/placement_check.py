@@ -1,4 +1,4 @@
-"""Checks at load whether a model's KV can be reused at another position, which `reuse.mode = anywhere` needs.
+"""Checks at load whether a model's KV can be reused at another position, which `anywhere` and `prepared` need.
 
 The same tokens are computed alone at two positions. If their KV depends on the position only by the rotation of its
 keys (RoPE), rotating the keys of one gives the KV of the other, in every layer. With other position schemes, the
@@ -60,4 +60,4 @@ def relative_error(found_LTGD: torch.Tensor, wanted_LTGD: torch.Tensor) -> float
 
 
 def _refused(reason: str) -> ConfigError:
-    return ConfigError(f"reuse.mode=anywhere is refused for this model: {reason}; use reuse.mode=exact")
+    return ConfigError(f"reuse.mode=anywhere and prepared are refused for this model: {reason}; use reuse.mode=exact")

@@ -1,5 +1,6 @@
 """`stillroom prepare`: compute the KV of documents before a question asks for it."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,20 +71,7 @@ def prepare(  # noqa: PLR0913  one parameter per flag
         )
     code = 1 if report.num_chunks_total and not report.num_chunks else 0
     if as_json:
-        print_json(
-            {
-                "mode": settings.reuse.mode,
-                "num_documents": report.num_documents,
-                "num_documents_total": report.num_documents_total,
-                "num_chunks": report.num_chunks,
-                "num_chunks_total": report.num_chunks_total,
-                "num_computed": report.num_computed,
-                "num_skipped": report.num_skipped,
-                "num_bytes": report.num_bytes,
-                "seconds": report.seconds,
-                "is_full": report.is_full,
-            }
-        )
+        print_json({"mode": settings.reuse.mode, **asdict(report)})
         raise typer.Exit(code)
     line(
         f"prepared {report.num_chunks:,} of {count(report.num_chunks_total, 'chunk')} in {duration(report.seconds)}: "

@@ -45,8 +45,8 @@ def _is_current(node: Node, path: tuple[ChunkId, ...], lease: Lease) -> bool:
 def prepared_path(tree: KnowledgeTree, lease: Lease) -> list[Node]:
     """Return the kept nodes that a preparing prompt begins with: its system message, then chunks in this context."""
     found: list[Node] = []
-    pieces = lease.pieces[: num_pieces_to_keep(lease)]
-    for piece, context in zip(pieces, _contexts(pieces), strict=True):
+    for index, piece in enumerate(lease.pieces[: num_pieces_to_keep(lease)]):
+        context = _context_of(lease.pieces, index)
         key = piece.key if context is None else context.key_of(piece.content, piece.start)
         node = tree.get(key)
         if node is None:
@@ -57,11 +57,12 @@ def prepared_path(tree: KnowledgeTree, lease: Lease) -> list[Node]:
 
 def num_missing_tokens(tree: KnowledgeTree, lease: Lease) -> int:
     """Return the tokens of the chunks that a preparing prompt is for and that have no copy in this context."""
-    contexts = zip(lease.pieces, _contexts(lease.pieces), strict=True)
-    wanted = ((piece, context) for piece, context in contexts if context and piece.chunk_id in lease.prepares)
-    return sum(
-        piece.num_tokens for piece, context in wanted if tree.get(context.key_of(piece.content, piece.start)) is None
-    )
+    num_tokens = 0
+    for index, piece in enumerate(lease.pieces):
+        context = _context_of(lease.pieces, index) if piece.chunk_id in lease.prepares else None
+        if context is not None and tree.get(context.key_of(piece.content, piece.start)) is None:
+            num_tokens += piece.num_tokens
+    return num_tokens
 
 
 def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:
@@ -70,10 +71,9 @@ def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:
     Raises:
         NonFiniteError: a chunk's KV holds NaN or an infinity. It is not kept.
     """
-    contexts = _contexts(lease.pieces)
     end = min(lease.num_keepable, num_pieces_to_keep(lease))
     while lease.num_committed < end and lease.pieces[lease.num_committed].end <= num_computed:
-        piece, context = lease.pieces[lease.num_committed], contexts[lease.num_committed]
+        piece, context = lease.pieces[lease.num_committed], _context_of(lease.pieces, lease.num_committed)
         own = lease.table.blocks_of(piece.start, piece.num_tokens)
         kept: Node | None = None
         if context is None and tree.get(piece.key) is None:
@@ -91,15 +91,10 @@ def num_pieces_to_keep(lease: Lease) -> int:
     return sum(piece.kind in (SegmentKind.SYSTEM, SegmentKind.CHUNK) for piece in lease.pieces)
 
 
-def _contexts(pieces: Sequence[Piece]) -> list[Context | None]:
-    """The context of each chunk of a preparing prompt; None for its system message."""
-    system, before, path = system_of(pieces), list[bytes](), list[ChunkId]()
-    found: list[Context | None] = []
-    for piece in pieces:
-        if piece.kind is not SegmentKind.CHUNK or piece.chunk_id is None:
-            found.append(None)
-            continue
-        path.append(piece.chunk_id)
-        found.append(Context(tuple(before), frozenset(path), system, tuple(path)))
-        before.append(piece.content)
-    return found
+def _context_of(pieces: Sequence[Piece], index: int) -> Context | None:
+    """The context of a chunk of a preparing prompt; None for its system message and its question."""
+    if pieces[index].chunk_id is None:
+        return None
+    chunks = [piece for piece in pieces[: index + 1] if piece.chunk_id is not None]
+    path = tuple(piece.chunk_id for piece in chunks if piece.chunk_id is not None)
+    return Context(tuple(piece.content for piece in chunks[:-1]), frozenset(path), system_of(pieces), path)

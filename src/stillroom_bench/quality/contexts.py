@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from stillroom.answer_quality.answer_metrics import exact_match
 from stillroom.backends.assembly import KVCache
@@ -198,10 +199,8 @@ def _table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 def _share(values: Sequence[bool]) -> str:
     """The share with its Wilson interval at 95 %."""
-    share, n, z = float(np.mean(values)), len(values), 1.96
-    middle, half = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    low, high = ((middle + sign * half) / (1 + z * z / n) for sign in (-1, 1))
-    return f"{share:.3f} ({max(low, 0):.3f} to {min(high, 1):.3f}; n={n})"
+    interval = binomtest(sum(values), len(values)).proportion_ci(method="wilson")
+    return f"{np.mean(values):.3f} ({interval.low:.3f} to {interval.high:.3f}; n={len(values)})"
 
 
 class _Asker:

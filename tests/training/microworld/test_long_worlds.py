@@ -19,7 +19,8 @@ import training.microworld.train as trainer
 from stillroom_bench.quality.context_questions import read_questions
 from training.__main__ import run_command
 from training.data.split import Split
-from training.microworld.long_worlds import MAX_DISTANCE, LongWorld, load_generator, make_world, retrieve
+from training.data.worlds import load_generator
+from training.microworld.long_worlds import MAX_DISTANCE, LongWorld, make_world, retrieve
 from training.microworld.train import RETRIEVED, WHOLE, Row, Shape, TrainOptions, train, write_questions
 
 pytestmark = pytest.mark.shared
