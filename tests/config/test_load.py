@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from stillroom.config.load import load_config, settings
-from stillroom.config.settings import EngineConfig, IndexConfig, QdrantConfig, QueryCacheConfig, StillroomConfig
+from stillroom.config.settings import (
+    EngineConfig,
+    IndexConfig,
+    PrepareConfig,
+    QdrantConfig,
+    QueryCacheConfig,
+    StillroomConfig,
+)
 from stillroom.errors import ConfigError
 
 
@@ -290,3 +297,9 @@ def test_qdrant_index_needs_an_address_and_takes_no_search_goals() -> None:
     write("[qdrant]\napi_key = 'sk-do-not-show'\n")
     with pytest.raises(ConfigError, match="give it in the environment: STILLROOM_QDRANT__API_KEY"):
         load_config(env={})
+
+
+def test_bits_of_prepared_kv_are_16_8_or_4() -> None:
+    assert [PrepareConfig(bits=bits).bits for bits in (16, 8, 4)] == [16, 8, 4]
+    with pytest.raises(ConfigError, match="prepare.bits=5; it must be 16, 8 or 4"):
+        PrepareConfig(bits=5)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.engine_building import build_engine
-from stillroom.config.settings import ReuseConfig, RuntimeConfig, TokenSelector
+from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, TokenSelector
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -39,11 +39,13 @@ class EngineFixture:
         disk_records: int = 12,
         timeout: float = 0.0,
         profile: CostProfile = PROFILE,
+        bits: int = 16,
         **changes: Any,
     ) -> None:
         """
         Args:
             disk_records: disk budget, in records of 10 tokens.
+            bits: of each number of prepared KV on host and disk.
             changes: fields of the reuse configuration.
         """
         spec = decoder.spec
@@ -61,7 +63,14 @@ class EngineFixture:
         self.engine: Engine
         self.cache: KVCache
         self.engine, self.cache = build_engine(
-            decoder, config, self.clock, reuse=reuse, fingerprint=b"m" * 32, profile=profile, kv_folder=folder
+            decoder,
+            config,
+            self.clock,
+            reuse=reuse,
+            fingerprint=b"m" * 32,
+            profile=profile,
+            kv_folder=folder,
+            prepare=PrepareConfig(bits=bits),
         )
         self.num_computed = 0
         self._execute = self.engine.runner.execute

@@ -35,7 +35,7 @@ def flip_host_copies(fixture: EngineFixture) -> None:
     for node in fixture.tree:
         copy = host.get(node.key)
         if copy is not None:
-            copy.kv_2LTGD.view(torch.int32).view(-1)[7] ^= 1 << 28
+            copy.payload.view(torch.int32)[7] ^= 1 << 28
 
 
 def on_host_only(decoder: Decoder, folder: Path | None) -> EngineFixture:

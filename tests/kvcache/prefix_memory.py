@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import BlockId, RequestId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
 
 Stored = list[bytes]
 
@@ -40,7 +40,7 @@ class PrefixMemory:
     def _slots(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
         return [block * self.block_size + i for block in block_ids for i in range(self.block_size)][:num_tokens]
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         assert len(self.lower[Tier.DISK][key]) == num_tokens
         self.expected[key] += 1
         return True
@@ -52,9 +52,10 @@ class PrefixMemory:
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         return not any(self.slots[slot] in self.poisoned for slot in self._slots(block_ids, num_tokens))
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        assert key not in self.lower[Tier.HOST], "swapped out twice"
-        self.lower[Tier.HOST][key] = [self.slots[slot] for slot in self._slots(block_ids, num_tokens)]
+    def offload(self, copy: NodeCopy) -> bool:
+        assert copy.key not in self.lower[Tier.HOST], "swapped out twice"
+        held = [self.slots[slot] for slot in self._slots(copy.block_ids, copy.num_tokens)]
+        self.lower[Tier.HOST][copy.key] = held
         self.log.append(("offload", Tier.HOST))
         return True
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeCopy, NodeKey, Tier
+from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, Tier
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from tests.kvcache.prefix_memory import PrefixMemory
 from tests.kvcache.tree_fixture import SIZE, TreeFixture
@@ -17,9 +17,9 @@ class Narrow(PrefixMemory):
 
     moves: tuple[str, ...] = ()
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+    def offload(self, copy: NodeCopy) -> bool:
         self._refuse("offload")
-        return super().offload(key, block_ids, num_tokens)
+        return super().offload(copy)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         self._refuse("load")
@@ -29,10 +29,10 @@ class Narrow(PrefixMemory):
         self._refuse("place")
         return super().place(copy, block_ids, first_position)
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         if self.expected:
             self._refuse("second expect")
-        return super().prefetch(key, num_tokens)
+        return super().prefetch(key, num_tokens, bits)
 
     def _refuse(self, move: str) -> None:
         if move in self.moves:

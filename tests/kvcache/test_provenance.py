@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
@@ -50,14 +50,14 @@ class SeenMemory:
     def of(self, block_ids: Sequence[BlockId], num_tokens: int) -> list[int]:
         return [block * SIZE + offset for block in block_ids for offset in range(SIZE)][:num_tokens]
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         return False
 
     def cancel_prefetch(self, key: NodeKey) -> None:
         raise AssertionError("nothing is read ahead")
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        self.lower[Tier.HOST][key] = [self.slots[slot] for slot in self.of(block_ids, num_tokens)]
+    def offload(self, copy: NodeCopy) -> bool:
+        self.lower[Tier.HOST][copy.key] = [self.slots[slot] for slot in self.of(copy.block_ids, copy.num_tokens)]
         return True
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:

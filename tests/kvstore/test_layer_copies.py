@@ -20,7 +20,7 @@ from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.layer_copies import LayerCopies
 from stillroom.kvstore.tiered_store import TieredStore
 from tests.fakes import ManualClock
-from tests.kvstore.nodes import MODEL, key
+from tests.kvstore.nodes import MODEL, key, on_device
 from tests.kvstore.test_prefetch import PATIENCE
 from tests.kvstore.test_tiered import BLOCK_SIZE, NUM_BLOCKS, assert_same, blocks, new_device, record
 
@@ -119,7 +119,7 @@ def preloading(dtype: torch.dtype = torch.float32, seed: int = 0) -> DeviceStore
 def new_tiers(device: DeviceStore, root: Path | None = None) -> TieredStore:
     inv_freq = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.5, 0.01]])
     disk = DiskStore(root, MODEL) if root else None
-    return TieredStore(device, HostStore(device.shape, torch.device("cpu")), disk, ManualClock(), inv_freq)
+    return TieredStore(device, HostStore(torch.device("cpu")), disk, ManualClock(), inv_freq)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,8 +128,8 @@ def test_every_layer_is_complete_when_it_is_read(tmp_path: Path, tier: Tier, dty
     slow, fast = new_tiers(new_device(dtype), tmp_path / "slow"), new_tiers(preloading(dtype), tmp_path / "fast")
     for tiers in (slow, fast):
         source = blocks(2, 3)
-        assert tiers.offload(key(1), source, 7) and tiers.store(record(1, 7), Tier.DEVICE, source)
-        assert tiers.offload(key(2), blocks(4), 4) and tiers.store(record(2, 4), Tier.DEVICE, blocks(4))
+        assert tiers.offload(on_device(1, source, 7)) and tiers.store(record(1, 7), Tier.DEVICE, source)
+        assert tiers.offload(on_device(2, blocks(4), 4)) and tiers.store(record(2, 4), Tier.DEVICE, blocks(4))
         assert tiers.place(NodeCopy(key(1), tier, source if tier is Tier.DEVICE else (), 40, 7), blocks(9, 1), 3)
         assert tiers.place(NodeCopy(key(2), tier, blocks(4) if tier is Tier.DEVICE else (), 0, 4), blocks(7), 10)
         if tier is not Tier.DEVICE:
@@ -151,7 +151,7 @@ def test_every_access_to_slots_waits_for_copies() -> None:
     ):
         slow, fast = new_tiers(new_device()), new_tiers(preloading())
         for tiers in (slow, fast):
-            assert tiers.place(NodeCopy(key(1), Tier.DEVICE, blocks(4), 0, 4), blocks(7), 10)
+            assert tiers.place(on_device(1, blocks(4), 4), blocks(7), 10)
             look(tiers.device)
         assert_same(fast.device, slow.device)
 
@@ -178,7 +178,7 @@ def load(tiers: TieredStore, source: int, target: int, number: int) -> None:
 
 
 def offload(tiers: TieredStore, source: int, target: int, number: int) -> None:
-    tiers.offload(key(0), blocks(source), BLOCK_SIZE)
+    tiers.offload(on_device(0, blocks(source), BLOCK_SIZE))
 
 
 def look(tiers: TieredStore, source: int, target: int, number: int) -> None:
@@ -196,7 +196,7 @@ def test_moves_in_any_order_leave_the_same_kv_as_immediate_copies(
     """Blocks are reused at once, as after an abort or an eviction."""
     slow, fast = new_tiers(new_device()), new_tiers(preloading())
     for tiers in (slow, fast):
-        assert tiers.offload(key(0), blocks(0), BLOCK_SIZE)
+        assert tiers.offload(on_device(0, blocks(0), BLOCK_SIZE))
         for number, (move, (source, target)) in enumerate(moves, start=1):
             move(tiers, source, target, number)
     fast.device.settle()
@@ -212,8 +212,8 @@ def test_a_copy_that_fails_loses_the_device(monkeypatch: pytest.MonkeyPatch) -> 
         raise MemoryError("none left")
 
     monkeypatch.setattr("stillroom.ops.cpu_kernels.rotate_into_single_threaded", fails)
-    assert tiers.place(NodeCopy(key(1), Tier.DEVICE, blocks(4), 0, 4), blocks(7), 10)
-    assert not tiers.offload(key(1), blocks(7), 4), "nothing of it is kept"
+    assert tiers.place(on_device(1, blocks(4), 4), blocks(7), 10)
+    assert not tiers.offload(on_device(1, blocks(7), 4)), "nothing of it is kept"
     assert device.is_lost and len(tiers.host) == 0
     with pytest.raises(DeviceLostError):
         device.layer(0)
@@ -225,16 +225,16 @@ def test_a_copy_that_fails_loses_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_lost_device_is_not_written_to() -> None:
     device = preloading()
     tiers = new_tiers(device)
-    assert tiers.place(NodeCopy(key(1), Tier.DEVICE, blocks(4), 0, 4), blocks(7), 10)
+    assert tiers.place(on_device(1, blocks(4), 4), blocks(7), 10)
     device.lose()
     device.settle()
-    assert device.k_LSGD.isnan().all() and not tiers.offload(key(1), blocks(7), 4)
+    assert device.k_LSGD.isnan().all() and not tiers.offload(on_device(1, blocks(7), 4))
 
 
 def test_closing_ends_the_thread() -> None:
     device = preloading()
     tiers = new_tiers(device)
-    assert tiers.place(NodeCopy(key(1), Tier.DEVICE, blocks(4), 0, 4), blocks(7), 10)
+    assert tiers.place(on_device(1, blocks(4), 4), blocks(7), 10)
     device.layer(0)
     assert device._copies is not None
     (thread,) = device._copies._executor._threads

@@ -184,7 +184,7 @@ def test_only_verified_records_are_prefetched(tmp_path: Path) -> None:
 
 def new_tiers(tmp_path: Path, prefetch_bytes: int = 2**20) -> TieredStore:
     device = new_device()
-    host = HostStore(device.shape, torch.device("cpu"))
+    host = HostStore(torch.device("cpu"))
     disk = DiskStore(tmp_path, MODEL)
     return TieredStore(device, host, disk, ManualClock(), torch.ones(3, 2), prefetch_bytes)
 

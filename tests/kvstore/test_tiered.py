@@ -14,12 +14,12 @@ from stillroom.core.kv import KVMover, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of, read_header
-from stillroom.kvstore.host import HostStore, payload_of
+from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, checksum_of
 from stillroom.kvstore.tiered_store import TieredStore, TransferFlow
 from stillroom.ops.rope import rerotate_keys
 from tests.fakes import ManualClock
-from tests.kvstore.nodes import MODEL, key
+from tests.kvstore.nodes import MODEL, key, on_device
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12
@@ -37,8 +37,10 @@ def blocks(*ids: int) -> list[BlockId]:
     return [BlockId(i) for i in ids]
 
 
-def new_device(dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> DeviceStore:
-    store = DeviceStore(KVShape(3, 2, 5, dtype), NUM_BLOCKS, BLOCK_SIZE, torch.device(device))
+def new_device(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, head_dim: int = 5
+) -> DeviceStore:
+    store = DeviceStore(KVShape(3, 2, head_dim, dtype), NUM_BLOCKS, BLOCK_SIZE, torch.device(device))
     generator = torch.Generator().manual_seed(seed)
     for kv in (store.k_LSGD, store.v_LSGD):
         kv.copy_(torch.randn(kv.shape, generator=generator))
@@ -46,7 +48,7 @@ def new_device(dtype: torch.dtype = torch.float32, device: str = "cpu", seed: in
 
 
 def new_tiers(device: DeviceStore, root: Path | None, clock: ManualClock | None = None) -> TieredStore:
-    host = HostStore(device.shape, device.k_LSGD.device)
+    host = HostStore(device.k_LSGD.device)
     disk = DiskStore(root, MODEL) if root else None
     return TieredStore(device, host, disk, clock or ManualClock())
 
@@ -142,7 +144,7 @@ def test_round_trips(
     slow_scatter(expected, there, slow_gather(store, blocks(*ids), num_tokens))
 
     if way != "disk":
-        assert tiers.offload(key(1), blocks(*ids), num_tokens)
+        assert tiers.offload(on_device(1, blocks(*ids), num_tokens))
     if way != "host":
         source = Tier.DEVICE if way == "disk" else Tier.HOST
         assert tiers.store(record(1, num_tokens), source, blocks(*ids) if way == "disk" else [])
@@ -198,8 +200,8 @@ def test_dropped_copies_free_their_bytes(tmp_path: Path) -> None:
     store = new_device()
     tiers = new_tiers(store, tmp_path)
     assert tiers.disk is not None
-    assert tiers.offload(key(1), blocks(1), 3) and tiers.offload(key(2), blocks(4, 5), 8)
-    assert tiers.offload(key(1), blocks(1), 3), "a second offload replaces the first"
+    assert tiers.offload(on_device(1, blocks(1), 3)) and tiers.offload(on_device(2, blocks(4, 5), 8))
+    assert tiers.offload(on_device(1, blocks(1), 3)), "a second offload replaces the first"
     assert tiers.store(record(1, 3), Tier.HOST, [])
     assert tiers.host.num_bytes == store.shape.bytes_per_token * 11 and len(tiers.host) == 2
     tiers.drop(key(1), Tier.HOST)
@@ -233,11 +235,11 @@ def test_a_move_fails_without_memory(error: Exception, tmp_path: Path, monkeypat
     tiers = new_tiers(store, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", none_left)
-        assert not tiers.offload(key(1), blocks(1), 3)
+        assert not tiers.offload(on_device(1, blocks(1), 3))
         assert tiers.host.allocate(key(1), 3) is None
         assert not tiers.store(record(1, 3), Tier.DEVICE, blocks(1))
     assert tiers.host.num_bytes == 0 and not list(tmp_path.rglob("*.kv"))
-    assert tiers.offload(key(1), blocks(1), 3)
+    assert tiers.offload(on_device(1, blocks(1), 3))
 
 
 @pytest.mark.parametrize("byte", [0, 100, -1])
@@ -246,10 +248,10 @@ def test_a_bit_flipped_in_host_memory_reaches_neither_slots_nor_disk(byte: int, 
     tiers = new_tiers(store, tmp_path)
     assert tiers.disk is not None
     for n in (1, 2, 3):
-        assert tiers.offload(key(n), blocks(2, 3, 4), 11)
+        assert tiers.offload(on_device(n, blocks(2, 3, 4), 11))
         copy = tiers.host.get(key(n))
         assert copy is not None
-        payload_of(copy.kv_2LTGD)[byte] ^= 4
+        copy.payload[byte] ^= 4
     tiers = TieredStore(store, tiers.host, tiers.disk, ManualClock(), torch.ones(3, 2))
     assert not tiers.load(key(1), Tier.HOST, blocks(7, 8, 9), 11)
     assert not tiers.place(NodeCopy(key(2), Tier.HOST, (), 0, 11), blocks(7, 8, 9), 5)
@@ -261,11 +263,11 @@ def test_a_bit_flipped_in_host_memory_reaches_neither_slots_nor_disk(byte: int, 
 
 def test_the_checksum_of_the_host_copy_is_stored_in_the_record(tmp_path: Path) -> None:
     tiers = new_tiers(new_device(), tmp_path)
-    assert tiers.offload(key(1), blocks(2, 3, 4), 11) and tiers.disk is not None
+    assert tiers.offload(on_device(1, blocks(2, 3, 4), 11)) and tiers.disk is not None
     copy = tiers.host.get(key(1))
     assert copy is not None and tiers.store(record(1, 11), Tier.HOST, ())
     header = read_header(path_of(tiers.disk.folder, key(1)), MODEL)
-    assert isinstance(header, Header) and header.checksum == copy.checksum == checksum_of(payload_of(copy.kv_2LTGD))
+    assert isinstance(header, Header) and header.checksum == copy.checksum == checksum_of(copy.payload.numpy().data)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -279,12 +281,12 @@ def test_non_finite_kv_is_copied_to_no_tier(value: float, dtype: torch.dtype, de
         kv[layer, slot, 1, 4] = value
         assert tiers.is_finite(blocks(3, 4), 6), "other slots do not count"
         assert not tiers.is_finite(blocks(2, 4), 8)
-        assert not tiers.offload(key(1), blocks(2, 4), 8)
+        assert not tiers.offload(on_device(1, blocks(2, 4), 8))
         assert not tiers.store(record(1, 8), Tier.DEVICE, blocks(2, 4))
         kv[layer, slot, 1, 4] = before
     assert len(tiers.host) == 0 and not list(tmp_path.rglob("*.kv"))
     assert tiers.stats.verify_failures == {(Tier.DEVICE, Defect.NON_FINITE): 6}
-    assert tiers.is_finite(blocks(2, 4), 8) and tiers.offload(key(1), blocks(2, 4), 8)
+    assert tiers.is_finite(blocks(2, 4), 8) and tiers.offload(on_device(1, blocks(2, 4), 8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -312,7 +314,7 @@ def test_bytes_and_seconds_are_counted_by_direction(tmp_path: Path, monkeypatch:
     takes(2.0, "gather")
     takes(0.5, "scatter")
     before = tiered.stats
-    assert tiers.offload(key(1), blocks(1), 3) and tiers.offload(key(2), blocks(2), 4)
+    assert tiers.offload(on_device(1, blocks(1), 3)) and tiers.offload(on_device(2, blocks(2), 4))
     assert tiers.load(key(1), Tier.HOST, blocks(5), 3)
     assert tiers.store(record(1, 3), Tier.HOST, [])
     assert tiers.store(record(3, 1), Tier.DEVICE, blocks(3))
@@ -351,12 +353,10 @@ def test_a_node_is_placed_from_any_tier_without_changing_its_copy(
 ) -> None:
     device = new_device(dtype)
     inv_freq = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.5, 0.01]])
-    tiers = TieredStore(
-        device, HostStore(device.shape, torch.device("cpu")), DiskStore(tmp_path, MODEL), ManualClock(), inv_freq
-    )
+    tiers = TieredStore(device, HostStore(torch.device("cpu")), DiskStore(tmp_path, MODEL), ManualClock(), inv_freq)
     source, target, num_tokens = blocks(2, 3, 4), blocks(9, 1, 7), 11
     kv = device.gather(source, num_tokens)
-    assert tiers.offload(key(1), source, num_tokens) and tiers.store(record(1, num_tokens), Tier.DEVICE, source)
+    assert tiers.offload(on_device(1, source, num_tokens)) and tiers.store(record(1, num_tokens), Tier.DEVICE, source)
     before = device.gather(source, num_tokens)
     for _ in range(2):  # a copy can be placed again
         copy = NodeCopy(key(1), tier, source if tier is Tier.DEVICE else (), 40, num_tokens)
@@ -373,7 +373,7 @@ def test_a_damaged_record_is_not_placed(tmp_path: Path) -> None:
     device = new_device()
     tiers = TieredStore(
         device,
-        HostStore(device.shape, torch.device("cpu")),
+        HostStore(torch.device("cpu")),
         DiskStore(tmp_path, MODEL),
         ManualClock(),
         torch.ones(3, 2),

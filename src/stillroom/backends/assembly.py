@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,7 +187,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
         config = replace(config, disk_bytes=max(0, config.disk_bytes - others))
     if config.preload == "layers":
         device.preload_layers()
-    host = HostStore(device.shape, device.k_LSGD.device)
+    host = HostStore(device.k_LSGD.device)
     tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
     options = tree_options(
         config,
@@ -194,6 +195,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
         has_disk=disk is not None,
         is_disk_read_only=disk is not None and not disk.is_writer,
         prepare=prepare,
+        narrow_size=device.shape.num_bytes,
     )
     tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic)
     if disk is not None:
@@ -209,6 +211,7 @@ def tree_options(
     has_disk: bool = True,
     is_disk_read_only: bool = False,
     prepare: PrepareConfig | None = None,
+    narrow_size: Callable[[int, int], int] | None = None,
 ) -> TreeOptions:
     budgets = prepare or PrepareConfig()
     return TreeOptions(
@@ -218,6 +221,8 @@ def tree_options(
         disk_bytes=config.disk_bytes if has_disk else 0,
         is_disk_read_only=is_disk_read_only,
         bytes_per_token=bytes_per_token,
+        prepared_bits=budgets.bits,
+        narrow_size=narrow_size,
         size_on_disk=size_on_disk,
         policy=POLICIES[config.policy],
         window_seconds=config.window_s,

@@ -23,7 +23,7 @@ import torch
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence
 from stillroom.core.clock import Clock
 from stillroom.core.ids import BlockId, RequestId
-from stillroom.core.kv import NodeKey, NodeRecord, Tier
+from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.request import SamplingParams
 from stillroom.errors import ModelError, UsageError
 from stillroom.kvcache.tree.cost_model import CostProfile, Link
@@ -251,7 +251,7 @@ def _links(target: CalibrationTarget, folder: Path | None) -> dict[Tier, Link]:
     with _scratch(folder, target.clock) as scratch:
         tiers = TieredStore(
             target.device,
-            HostStore(target.device.shape, target.device.k_LSGD.device),
+            HostStore(target.device.k_LSGD.device),
             None if scratch is None else DiskStore(scratch, bytes(32)),
             target.clock,
         )
@@ -297,7 +297,7 @@ def _load_seconds(target: CalibrationTarget, tiers: TieredStore, tier: Tier, num
     for index in range(5):
         key = NodeKey(hashlib.sha256(f"{tier}-{num_tokens}-{index}".encode()).digest())
         if tier is Tier.HOST:
-            is_there = tiers.offload(key, blocks, num_tokens)
+            is_there = tiers.offload(NodeCopy(key, Tier.DEVICE, blocks, 0, num_tokens))
         else:
             is_there = tiers.store(NodeRecord(key, key, 0, num_tokens, None, 0.0, 0.0), Tier.DEVICE, blocks)
         started = target.clock.monotonic()

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from stillroom.config.quantities import AboveZero, AtLeastZero, Range, Share, check_ranges
 from stillroom.config.retrieval_settings import Dtype
+from stillroom.errors import ConfigError
 
 BUNDLED_MODEL = "bundled"
 """Model name of the default bundled model, which is the reader."""
@@ -164,6 +165,9 @@ class PrepareConfig:
     model takes, at most 4096."""
     overlap: Share = 0.25
     """Share of a window that the next one computes again, so that its first chunks have context too."""
+    bits: Annotated[int, Range(4, 16)] = 8
+    """Bits of each number of prepared KV on host and disk, with `reuse.mode = "prepared"`: 16 (as it was computed, in
+    the model's type), 8 or 4. KV kept with fewer bits than this is not used."""
     host_bytes: AtLeastZero = 1024**3
     """Part of `reuse.host_bytes` that prepared KV may take."""
     disk_bytes: AtLeastZero = 2 * 1024**3
@@ -171,6 +175,8 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         check_ranges("prepare", self)
+        if self.bits not in (16, 8, 4):
+            raise ConfigError(f"prepare.bits={self.bits}; it must be 16, 8 or 4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

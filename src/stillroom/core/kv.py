@@ -16,6 +16,9 @@ NodeKey = NewType("NodeKey", bytes)
 """SHA-256 (32 bytes) chained over model, tenant, all earlier tokens and the piece's own."""
 
 
+FULL_BITS = 16
+"""`NodeRecord.bits` of KV that is kept as it was computed, in the model's type."""
+
 NO_CONTENT = bytes(32)
 """`NodeRecord.content` of a node without a content hash."""
 
@@ -81,6 +84,8 @@ class NodeRecord:
     """False: it was computed before a question asked for it, and none has used it."""
     is_in_document: bool = False
     """Whether its KV has seen a system message and the chunks before it in its document, and nothing else."""
+    bits: int = FULL_BITS
+    """Bits of each number on host and disk: 8, 4, or `FULL_BITS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class NodeCopy:
     first_position: int
     """Position of its first token when its keys were rotated."""
     num_tokens: int
+    bits: int = FULL_BITS
+    """As in `NodeRecord`; on the device KV is always as it was computed."""
 
 
 class KVMover(Protocol):
@@ -102,10 +109,10 @@ class KVMover(Protocol):
     Methods return False if the copy cannot be made or does not verify; the target then holds nothing of it. After a
     failed `load`, `place` or `store`, `has` tells whether the source still exists. Copies on host and disk carry the
     checksum computed when the KV left the device, and every read verifies it. Non-finite KV is not copied to host or
-    disk.
+    disk. `bits` is that of the node's copies on host and disk (`NodeRecord.bits`).
     """
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         """Start to read a node from disk. Each successful call needs one `cancel_prefetch`.
 
         Returns:
@@ -121,12 +128,12 @@ class KVMover(Protocol):
         """Whether the first `num_tokens` slots of these device blocks are finite."""
         ...
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Copy the first `num_tokens` slots of these device blocks to the host."""
+    def offload(self, copy: NodeCopy) -> bool:
+        """Copy a node from the device to the host, in `copy.bits`."""
         ...
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Copy a node from host or disk into these device blocks, and verify it."""
+        """Copy a node with `FULL_BITS` from host or disk into these device blocks, and verify it."""
         ...
 
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
@@ -134,7 +141,7 @@ class KVMover(Protocol):
         ...
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
-        """Copy a node to disk, from the host, or from these device blocks if `source` is the device."""
+        """Copy a node to disk, in `record.bits`: from the host, or from these device blocks if that is the source."""
         ...
 
     def has(self, key: NodeKey, tier: Tier) -> bool:

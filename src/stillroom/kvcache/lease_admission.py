@@ -193,7 +193,8 @@ def _origins(tree: KnowledgeTree, placed: Sequence[Placement], options: Anywhere
         assert options is not None
         share = options.share(placement.reusability)
         reason = Reason.PREPARED if options.only_prepared else Reason.ANYWHERE
-        origins[placement.piece_index] = Placed(placement.tier, reason, describe(tree, placement, options), share)
+        variant, bits = describe(tree, placement, options), placement.node.bits
+        origins[placement.piece_index] = Placed(placement.tier, reason, variant, share, bits)
     return origins
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import AttentionMasses, BlockCopy
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
+from stillroom.core.kv import FULL_BITS, NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.errors import PreparedFullError
@@ -130,11 +130,11 @@ class KVCacheManager:
             return False
         tree = self.reuse.tree
         if self.uses_prepared:
-            num_missing = num_missing_tokens(tree, lease)
+            num_missing, bits = num_missing_tokens(tree, lease), tree.options.prepared_bits
         else:
             missing = lease.pieces[len(tree.match(lease.pieces)) : num_pieces_to_keep(lease)]
-            num_missing = sum(piece.num_tokens for piece in missing)
-        if num_missing * tree.options.bytes_per_token > tree.unused_room():
+            num_missing, bits = sum(piece.num_tokens for piece in missing), FULL_BITS
+        if tree.options.num_bytes(num_missing, bits) > tree.unused_room():
             raise PreparedFullError("the budget of prepared KV is full")
         return num_missing > 0
 

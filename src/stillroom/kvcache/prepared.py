@@ -10,6 +10,7 @@ by one: the end of a document does not need its beginning.
 from collections.abc import Sequence
 
 from stillroom.core.ids import ChunkId
+from stillroom.core.kv import FULL_BITS
 from stillroom.core.prompt import SegmentKind
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
@@ -43,13 +44,16 @@ def _is_current(node: Node, path: tuple[ChunkId, ...], lease: Lease) -> bool:
 
 
 def prepared_path(tree: KnowledgeTree, lease: Lease) -> list[Node]:
-    """Return the kept nodes that a preparing prompt begins with: its system message, then chunks in this context."""
+    """Return the kept nodes that a preparing prompt begins with: its system message, then chunks in this context.
+
+    A chunk that was narrowed and left the device ends the path: what is computed behind it would inherit its error.
+    """
     found: list[Node] = []
     for index, piece in enumerate(lease.pieces[: num_pieces_to_keep(lease)]):
         context = _context_of(lease.pieces, index)
         key = piece.key if context is None else context.key_of(piece.content, piece.start)
         node = tree.get(key)
-        if node is None:
+        if node is None or not (node.block_ids is not None or node.bits == FULL_BITS):
             break
         found.append(node)
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stillroom.core.kv import Tier
+from stillroom.core.kv import FULL_BITS, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse, Variant
 from stillroom.kvcache.lease import Lease
@@ -26,6 +26,8 @@ class Placed:
     variant: Variant
     share: float
     """Of its tokens that is recomputed."""
+    bits: int
+    """Of each number in the copy (`NodeRecord.bits`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class AdmissionReuse:
     num_tokens: int
     placed: Mapping[int, Placed]
     """Pieces that took their KV from another position, by index."""
+
+    def bits(self, index: int) -> int:
+        """Return the bits of each number in the copy of the prompt's `index`-th piece."""
+        return self.placed[index].bits if index in self.placed else FULL_BITS
 
     def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
         """Return where the KV of the prompt's `index`-th piece comes from, and why."""
@@ -82,8 +88,8 @@ def report_admission(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -
     compute = tree.profile.prefill_seconds(num_cached, num_new)
     sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
     loads = sum(
-        tree.profile.load_seconds(tier, piece.num_tokens * tree.options.bytes_per_token)
-        for piece, (tier, _) in zip(lease.pieces, sources, strict=True)
+        tree.profile.load_seconds(tier, tree.options.num_bytes(piece.num_tokens, found.bits(index)))
+        for index, (piece, (tier, _)) in enumerate(zip(lease.pieces, sources, strict=True))
         if tier is not None and tier is not Tier.DEVICE
     )
     saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId
+from stillroom.core.kv import FULL_BITS
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.layer_copies import LayerCopies
 from stillroom.ops import cpu_kernels
 from stillroom.ops.cpu_compiler import serialised
+from stillroom.ops.narrow import NarrowKV, Rotation, num_narrow_bytes, widen_into, widened
 from stillroom.ops.rope import rotate
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,12 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def num_bytes(self, num_tokens: int, bits: int = FULL_BITS) -> int:
+        """Bytes of a node's KV with this many bits a number (`NodeRecord.bits`)."""
+        if bits == FULL_BITS:
+            return self.bytes_per_token * num_tokens
+        return num_narrow_bytes(self.of_node(num_tokens)[1:], bits)
 
     def of_node(self, num_tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of a node's KV outside its slots: [2, L, T, G, D], K first."""
@@ -236,6 +244,26 @@ class DeviceStore:
             rotate_into((k_from[layers], v_from[layers]), source_slots, into, slots, (cos_LTP[own], sin_LTP[own]))
 
         cpu_kernels.use_threads()
+        self._carry_out(copy)
+
+    def place_narrow(self, kv: NarrowKV, block_ids: Sequence[BlockId], rotation: Rotation) -> None:
+        """Copy a node's narrow KV into the first slots of these blocks, widened, with its keys rotated.
+
+        Args:
+            kv: on this device or on the host; as for `scatter`.
+            rotation: from position 0 to the keys' positions, on this device.
+        """
+        if not self._is_on_host or not self._has_kernels:
+            self.scatter(block_ids, widened(kv.to(self.k_LSGD.device), rotation, self.shape.dtype))
+            return
+        slots = _slot_array(block_ids, rotation[0].shape[1], self.block_size)
+        is_alone = self._copies is None
+
+        def copy(layers: slice) -> None:
+            own = layers if len(rotation[0]) > 1 else slice(None)
+            targets = (self.k_LSGD[layers], self.v_LSGD[layers])
+            widen_into(kv.of(layers), (rotation[0][own], rotation[1][own]), targets, slots, is_alone=is_alone)
+
         self._carry_out(copy)
 
     def _allocated(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
 
 
 class ModelledMover:
@@ -23,7 +23,7 @@ class ModelledMover:
         self._bytes_per_token = bytes_per_token
         self._kept: dict[Tier, set[NodeKey]] = {Tier.HOST: set(), Tier.DISK: set()}
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         return False
 
     def cancel_prefetch(self, key: NodeKey) -> None:
@@ -32,9 +32,9 @@ class ModelledMover:
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         return True
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        self._kept[Tier.HOST].add(key)
-        return self._move(Tier.HOST, num_tokens)
+    def offload(self, copy: NodeCopy) -> bool:
+        self._kept[Tier.HOST].add(copy.key)
+        return self._move(Tier.HOST, copy.num_tokens, copy.bits)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         assert key in self._kept[source]
@@ -44,11 +44,11 @@ class ModelledMover:
         if copy.tier is Tier.DEVICE:  # a copy within the device costs nothing
             return True
         assert copy.key in self._kept[copy.tier]
-        return self._move(copy.tier, copy.num_tokens)
+        return self._move(copy.tier, copy.num_tokens, copy.bits)
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         self._kept[Tier.DISK].add(record.key)
-        return self._move(Tier.DISK, record.num_tokens)
+        return self._move(Tier.DISK, record.num_tokens, record.bits)
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return key in self._kept[tier]
@@ -56,6 +56,6 @@ class ModelledMover:
     def drop(self, key: NodeKey, tier: Tier) -> None:
         self._kept[tier].remove(key)
 
-    def _move(self, tier: Tier, num_tokens: int) -> bool:
-        self._clock.advance(self._seconds(tier, num_tokens * self._bytes_per_token))
+    def _move(self, tier: Tier, num_tokens: int, bits: int = FULL_BITS) -> bool:
+        self._clock.advance(self._seconds(tier, num_tokens * self._bytes_per_token * bits // FULL_BITS))
         return True

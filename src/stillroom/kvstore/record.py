@@ -18,7 +18,7 @@ Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has format "B"."""
 
 MAGIC = b"STILLKV\0"
-VERSION = 6
+VERSION = 7
 FINGERPRINT_SIZE = 32
 PAGE_SIZE = 4096
 """Headers are multiples of this, so that payloads are page-aligned."""
@@ -26,10 +26,10 @@ MAX_HEADER_SIZE = 4096 * PAGE_SIZE
 """16 MiB: the notes of 2 million tokens. A file that states a longer header is damaged."""
 
 # magic, version, header size, key, parent, content, fingerprint, first position, tokens, chunk id or -1, avg cost,
-# frequency, payload size, payload checksum, owner, whether it is in its document's context, whether it was used,
-# number of chunk ids seen, length of the notes; then the chunk ids, the notes, zeros, and at the header's end the
-# checksum of all before it
-_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ16s8s??II")
+# frequency, payload size, payload checksum, owner, whether it is in its document's context, whether it was used, bits
+# of a number, number of chunk ids seen, length of the notes; then the chunk ids, the notes, zeros, and at the header's
+# end the checksum of all before it
+_FIELDS = struct.Struct("<8sII32s32s32s32sIIqddQ16s8s??BII")
 _PREFIX = struct.Struct("<8sII")
 _ID_SIZE = 8
 _CHECKSUM_SIZE = 16
@@ -121,6 +121,7 @@ def encode(record: NodeRecord, fingerprint: bytes, payload_size: int, checksum: 
         record.owner,
         record.is_in_document,
         record.is_used,
+        record.bits,
         len(record.seen),
         len(record.notes),
     )
@@ -159,7 +160,7 @@ def decode_header(data: bytes) -> Header | Defect:
         return Defect.CHECKSUM
     _, _, _, key, parent, content, fingerprint, *numbers = _FIELDS.unpack_from(data)
     first, num_tokens, chunk_id, cost, frequency, payload_size, checksum, owner, *rest = numbers
-    is_in_document, is_used, num_seen, notes_size = rest
+    is_in_document, is_used, bits, num_seen, notes_size = rest
     notes_at = _FIELDS.size + _ID_SIZE * num_seen
     record = NodeRecord(
         key=NodeKey(key),
@@ -175,6 +176,7 @@ def decode_header(data: bytes) -> Header | Defect:
         seen=tuple(map(ChunkId, struct.unpack_from(f"<{num_seen}q", data, _FIELDS.size))),
         is_used=is_used,
         is_in_document=is_in_document,
+        bits=bits,
     )
     return Header(record, fingerprint, payload_size, checksum)
 

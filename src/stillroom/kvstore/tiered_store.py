@@ -2,8 +2,8 @@
 
 Invariant: bytes go from host or disk to the device, and from the host to disk, only after all of them verified against
 the checksum that was computed when they were gathered from the device. KV that is not finite is not gathered. Bytes
-from disk are read into a staging buffer, never into slots. A failed move leaves nothing behind. Design:
-docs/kv-records.md
+from disk are read into a staging buffer, never into slots. A failed move leaves nothing behind. KV of 8 or 4 bits is
+narrowed once, when it leaves the device, and widened when it is placed. Design: docs/kv-records.md
 """
 
 import logging
@@ -17,13 +17,14 @@ import torch
 
 from stillroom.core.clock import Clock
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
-from stillroom.kvstore.host import HostStore, payload_of
+from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, read_record
 from stillroom.kvstore.record import Defect, checksum_of
-from stillroom.ops.rope import rerotation
+from stillroom.ops.narrow import NarrowKV, narrow, narrow_views
+from stillroom.ops.rope import rerotation, rotation_from_zero
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class TieredStore:
         """
         Args:
             disk: None to keep nothing on disk; every `store` then fails.
-            inv_freq_LP: of the decoder; None if nothing is ever placed.
+            inv_freq_LP: of the decoder; None if nothing is ever placed or narrowed.
             prefetch_bytes: host memory for prefetched records; 0: no prefetching.
         """
         self.device = device
@@ -107,10 +108,10 @@ class TieredStore:
             prefetch=self._prefetcher.stats if self._prefetcher else PrefetchStats(),
         )
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         if self._prefetcher is None:
             return False
-        return self._prefetcher.request(key, self.device.shape.bytes_per_token * num_tokens)
+        return self._prefetcher.request(key, self.device.shape.num_bytes(num_tokens, bits))
 
     def cancel_prefetch(self, key: NodeKey) -> None:
         if self._prefetcher is not None:
@@ -122,28 +123,29 @@ class TieredStore:
         self._reject(Tier.DEVICE, Defect.NON_FINITE)
         return False
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+    def offload(self, copy: NodeCopy) -> bool:
         start = self._clock.monotonic()
-        self.host.drop(key)
-        copy = self.host.allocate(key, num_tokens) if self.is_finite(block_ids, num_tokens) else None
-        if copy is not None:
+        self.host.drop(copy.key)
+        num_bytes, is_finite = self._num_bytes(copy), self.is_finite(copy.block_ids, copy.num_tokens)
+        payload = self.host.allocate(copy.key, num_bytes) if is_finite else None
+        if payload is not None:
             try:
-                self.device.gather(block_ids, num_tokens, out=copy)
-                self.host.seal(key)
+                is_filled = self._fill(payload, copy)
+                self.host.seal(copy.key)
             except Exception:
-                self.host.drop(key)
+                self.host.drop(copy.key)
                 raise
-            if self.device.is_lost:
-                self.host.drop(key)
-                copy = None
-        return self._count(Tier.DEVICE, Tier.HOST, None if copy is None else copy.nbytes, start)
+            if self.device.is_lost or not is_filled:
+                self.host.drop(copy.key)
+                payload = None
+        return self._count(Tier.DEVICE, Tier.HOST, None if payload is None else num_bytes, start)
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         start = self._clock.monotonic()
-        kv_2LTGD = self._from_host(key, num_tokens) if source is Tier.HOST else self._from_disk(key, num_tokens)
-        if kv_2LTGD is not None:
-            self.device.scatter(block_ids, kv_2LTGD)
-        return self._count(source, Tier.DEVICE, None if kv_2LTGD is None else kv_2LTGD.nbytes, start)
+        payload = self._read(NodeCopy(key, source, (), 0, num_tokens))
+        if payload is not None:
+            self.device.scatter(block_ids, self._as_node(payload, num_tokens))
+        return self._count(source, Tier.DEVICE, None if payload is None else payload.nbytes, start)
 
     def place(
         self,
@@ -154,23 +156,23 @@ class TieredStore:
         """Copy a node with its keys rotated to another position (Cache-Craft 3.4.3); the source does not change."""
         start = self._clock.monotonic()
         assert self._inv_freq_LP is not None, "placement needs inv_freq_LP"
-        source: DeviceStore | torch.Tensor | None = self.device
-        if copy.tier is Tier.HOST:
-            source = self._from_host(copy.key, copy.num_tokens)
-        elif copy.tier is Tier.DISK:
-            source = self._from_disk(copy.key, copy.num_tokens)
-        if source is not None:
+        payload = None if copy.tier is Tier.DEVICE else self._read(copy)
+        is_there = payload is not None or copy.tier is Tier.DEVICE
+        if payload is not None and copy.bits != FULL_BITS:
+            rotation = rotation_from_zero(copy.num_tokens, self._inv_freq_LP, first_position)
+            self.device.place_narrow(self._as_narrow(payload, copy), block_ids, rotation)
+        elif is_there:
+            source = self.device if payload is None else self._as_node(payload, copy.num_tokens)
             by = rerotation(copy.num_tokens, self._inv_freq_LP, copy.first_position, first_position)
             self.device.place(source, copy.block_ids, block_ids, by)
-        num_bytes = self.device.shape.bytes_per_token * copy.num_tokens
-        return self._count(copy.tier, Tier.DEVICE, None if source is None else num_bytes, start)
+        return self._count(copy.tier, Tier.DEVICE, self._num_bytes(copy) if is_there else None, start)
 
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         start = self._clock.monotonic()
         num_bytes = None
         if self.disk is not None and self.disk.is_writer:
-            from_host = source is Tier.HOST
-            sealed = self._sealed(record) if from_host else self._gathered(block_ids, record.num_tokens)
+            copy = NodeCopy(record.key, source, block_ids, record.first_position, record.num_tokens, record.bits)
+            sealed = self._sealed(copy) if source is Tier.HOST else self._gathered(copy)
             self._cancel(record.key)
             if sealed is not None and self.disk.write(record, *sealed):
                 num_bytes = len(sealed[0])
@@ -198,30 +200,73 @@ class TieredStore:
         if self.disk is not None:
             self.disk.close()
 
-    def _from_host(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Return verified KV, which must not be written to. A copy that fails verification is dropped and counted."""
-        copy = self.host.get(key)
-        if copy is None:
+    def _num_bytes(self, copy: NodeCopy) -> int:
+        """Bytes of a node's KV where the copy is, or on host and disk for a copy that is to go there."""
+        return self.device.shape.num_bytes(copy.num_tokens, copy.bits)
+
+    def _read(self, copy: NodeCopy) -> torch.Tensor | None:
+        """Return the verified bytes of a copy on host or disk, uint8, which must not be written to; None if it fails.
+
+        Bytes from disk are valid until the staging buffer is used again.
+        """
+        return self._from_host(copy) if copy.tier is Tier.HOST else self._from_disk(copy)
+
+    def _from_host(self, copy: NodeCopy) -> torch.Tensor | None:
+        """As `_read`. A copy that fails verification is dropped and counted."""
+        found = self.host.get(copy.key)
+        if found is None:
             return None
-        assert copy.kv_2LTGD.shape[2] == num_tokens, (copy.kv_2LTGD.shape, num_tokens)
-        if copy.is_intact():
-            return copy.kv_2LTGD
-        self.host.drop(key)
-        self._reject(Tier.HOST, Defect.CHECKSUM, key)
+        assert found.payload.nbytes == self._num_bytes(copy), (found.payload.nbytes, copy)
+        if found.is_intact():
+            return found.payload
+        self.host.drop(copy.key)
+        self._reject(Tier.HOST, Defect.CHECKSUM, copy.key)
         return None
 
-    def _sealed(self, record: NodeRecord) -> tuple[memoryview, bytes] | None:
-        """Return the bytes of the host's copy, verified, and the checksum computed when it left the device."""
-        kv_2LTGD, copy = self._from_host(record.key, record.num_tokens), self.host.get(record.key)
-        return None if kv_2LTGD is None or copy is None else (payload_of(kv_2LTGD), copy.checksum)
-
-    def _gathered(self, block_ids: Sequence[BlockId], num_tokens: int) -> tuple[memoryview, bytes] | None:
-        """Gather KV of these device blocks in the staging buffer; return its bytes and checksum."""
-        kv_2LTGD = self._stage(num_tokens) if self.is_finite(block_ids, num_tokens) else None
-        if kv_2LTGD is None:
+    def _from_disk(self, copy: NodeCopy) -> torch.Tensor | None:
+        read = self._prefetcher.get(copy.key) if self._prefetcher is not None else None
+        if read is not None and read.is_intact():
+            return read.payload
+        if read is not None:
+            self._reject(Tier.HOST, Defect.CHECKSUM, copy.key)
+            self._cancel(copy.key)
+        payload = self._stage(self._num_bytes(copy)) if self.disk is not None else None
+        if self.disk is None or payload is None or not self.disk.read(copy.key, payload.numpy().data):
+            self._cancel(copy.key)
             return None
-        payload = payload_of(self.device.gather(block_ids, num_tokens, out=kv_2LTGD))
-        return None if self.device.is_lost else (payload, checksum_of(payload))
+        if self.device.preloads_layers:  # another thread reads it later
+            self._staging = torch.empty(0, dtype=torch.uint8)
+        return payload
+
+    def _sealed(self, copy: NodeCopy) -> tuple[memoryview, bytes] | None:
+        """Return the bytes of the host's copy, verified, and the checksum computed when it left the device."""
+        payload, found = self._from_host(copy), self.host.get(copy.key)
+        return None if payload is None or found is None else (payload.numpy().data, found.checksum)
+
+    def _gathered(self, copy: NodeCopy) -> tuple[memoryview, bytes] | None:
+        """Gather KV on the device into a buffer; return its bytes and checksum."""
+        if not self.is_finite(copy.block_ids, copy.num_tokens):
+            return None
+        num_bytes = self._num_bytes(copy)
+        payload = self._stage(num_bytes) if copy.bits == FULL_BITS else self._buffer(num_bytes)
+        if payload is None or not self._fill(payload, copy) or self.device.is_lost:
+            return None
+        return payload.numpy().data, checksum_of(payload.numpy().data)
+
+    def _fill(self, payload: torch.Tensor, copy: NodeCopy) -> bool:
+        """Fill a buffer with KV on the device, narrowed to `copy.bits`; False if there is no memory for that."""
+        if copy.bits == FULL_BITS:
+            self.device.gather(copy.block_ids, copy.num_tokens, out=self._as_node(payload, copy.num_tokens))
+            return True
+        assert self._inv_freq_LP is not None, "narrowing needs inv_freq_LP"
+        wide = self._stage(self.device.shape.num_bytes(copy.num_tokens))
+        if wide is None:
+            return False
+        kv_2LTGD = self._as_node(wide, copy.num_tokens)
+        self.device.gather(copy.block_ids, copy.num_tokens, out=kv_2LTGD)
+        rotation = rotation_from_zero(copy.num_tokens, self._inv_freq_LP.cpu(), copy.first_position)
+        narrow(kv_2LTGD, rotation, self._as_narrow(payload, copy))
+        return True
 
     def _reject(self, tier: Tier, defect: Defect, key: NodeKey | None = None) -> None:
         self._defects[tier, defect] += 1
@@ -230,36 +275,29 @@ class TieredStore:
             "KV%s on the %s failed verification (%s) and will be computed again", name, tier.label, defect.value
         )
 
-    def _from_disk(self, key: NodeKey, num_tokens: int) -> torch.Tensor | None:
-        """Return verified KV, valid until the staging buffer is used again; it must not be written to."""
-        read = self._prefetcher.get(key) if self._prefetcher is not None else None
-        if read is not None and read.is_intact():
-            return self._as_node(read.payload, num_tokens)
-        if read is not None:
-            self._reject(Tier.HOST, Defect.CHECKSUM, key)
-            self._cancel(key)
-        kv_2LTGD = self._stage(num_tokens) if self.disk is not None else None
-        if self.disk is None or kv_2LTGD is None or not self.disk.read(key, payload_of(kv_2LTGD)):
-            self._cancel(key)
-            return None
-        if self.device.preloads_layers:  # another thread reads it later
-            self._staging = torch.empty(0, dtype=torch.uint8)
-        return kv_2LTGD
-
-    def _stage(self, num_tokens: int) -> torch.Tensor | None:
-        """Return the staging buffer shaped for one node, [2, L, T, G, D]; None if there is no memory."""
-        shape = self.device.shape
-        num_bytes = shape.bytes_per_token * num_tokens
+    def _stage(self, num_bytes: int) -> torch.Tensor | None:
+        """Return this many bytes of the staging buffer, uint8; None if there is no memory."""
         if len(self._staging) < num_bytes:
-            try:
-                self._staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.host.is_pinned)
-            except (MemoryError, RuntimeError):
+            buffer = self._buffer(num_bytes)
+            if buffer is None:
                 return None
-        return self._as_node(self._staging[:num_bytes], num_tokens)
+            self._staging = buffer
+        return self._staging[:num_bytes]
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor | None:
+        """Allocate host memory, uint8; None if there is none."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.host.is_pinned)
+        except (MemoryError, RuntimeError):
+            return None
 
     def _as_node(self, payload: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """View flat bytes as [2, L, T, G, D]."""
         return payload.view(self.device.shape.dtype).view(self.device.shape.of_node(num_tokens))
+
+    def _as_narrow(self, payload: torch.Tensor, copy: NodeCopy) -> NarrowKV:
+        """View flat bytes as narrow KV."""
+        return narrow_views(payload, self.device.shape.of_node(copy.num_tokens)[1:], copy.bits)
 
     def _cancel(self, key: NodeKey) -> None:
         if self._prefetcher is not None:

@@ -162,15 +162,25 @@ def rerotation(
     num_tokens: int, inv_freq_LP: torch.Tensor, first_position: int, new_first_position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine of `rerotate_keys`, float32 [L, T, P]; [1, T, P] if all layers rotate alike."""
-    offsets_T = torch.arange(num_tokens, device=inv_freq_LP.device)
+    angles_LTP = _angles(num_tokens, inv_freq_LP, new_first_position) - _angles(num_tokens, inv_freq_LP, first_position)
+    return angles_LTP.cos().float(), angles_LTP.sin().float()
+
+
+def rotation_from_zero(
+    num_tokens: int, inv_freq_LP: torch.Tensor, first_position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of the rotation from position 0 to consecutive positions from this one on; shapes as of
+    `rerotation`."""
+    angles_LTP = _angles(num_tokens, inv_freq_LP, first_position)
+    return angles_LTP.cos().float(), angles_LTP.sin().float()
+
+
+def _angles(num_tokens: int, inv_freq_LP: torch.Tensor, first_position: int) -> torch.Tensor:
+    """The angles of consecutive positions, as the decoder rounds them, float64 [L, T, P]; [1, T, P] if layers agree."""
+    positions_T = torch.arange(first_position, first_position + num_tokens, device=inv_freq_LP.device)
     is_same = bool((inv_freq_LP == inv_freq_LP[0]).all())
     inv_freq_L1P = (inv_freq_LP[:1] if is_same else inv_freq_LP)[:, None, :]
-
-    def angles(first: int) -> torch.Tensor:
-        return ((offsets_T + first).float()[None, :, None] * inv_freq_L1P).double()
-
-    angles_LTP = angles(new_first_position) - angles(first_position)
-    return angles_LTP.cos().float(), angles_LTP.sin().float()
+    return (positions_T.float()[None, :, None] * inv_freq_L1P).double()
 
 
 def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:

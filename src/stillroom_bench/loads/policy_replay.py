@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
@@ -42,7 +42,7 @@ disk, from which loading a document may take longer than computing it."""
 class NoMover:
     """A `KVMover` that moves no data and always succeeds."""
 
-    def prefetch(self, key: NodeKey, num_tokens: int) -> bool:
+    def prefetch(self, key: NodeKey, num_tokens: int, bits: int = FULL_BITS) -> bool:
         return False
 
     def cancel_prefetch(self, key: NodeKey) -> None:
@@ -54,7 +54,7 @@ class NoMover:
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:
         return True
 
-    def offload(self, key: NodeKey, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
+    def offload(self, copy: NodeCopy) -> bool:
         return True
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:

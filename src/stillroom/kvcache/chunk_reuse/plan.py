@@ -149,7 +149,9 @@ def load_seconds(tree: KnowledgeTree, placement: Placement) -> float:
     """Return the seconds to load the copy to the device."""
     if placement.tier is Tier.DEVICE:
         return 0.0
-    return tree.profile.load_seconds(placement.tier, placement.node.num_tokens * tree.options.bytes_per_token)
+    return tree.profile.load_seconds(
+        placement.tier, tree.options.num_bytes(placement.node.num_tokens, placement.node.bits)
+    )
 
 
 def saved_seconds(placement: Placement, options: AnywhereOptions) -> float:

@@ -4,6 +4,7 @@ A path may have thousands of nodes, as many as a prompt has pieces, so nothing h
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, takewhile
 
 from stillroom.core.count_min import CountMinSketch
@@ -75,7 +76,7 @@ class Demoter:
         assert node.block_ids is not None
         if not self._make_host_room(node):
             return False
-        if not self._mover.offload(node.key, node.block_ids, node.num_tokens):
+        if not self._mover.offload(replace(node.copy_in(Tier.DEVICE), bits=node.bits)):
             return False
         self._stats.offloads += 1
         self._tiers.add_copy(node, Tier.HOST)

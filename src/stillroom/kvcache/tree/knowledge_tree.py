@@ -9,7 +9,7 @@ the host when it is first evicted from the device, and the host copy stays while
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NO_TENANT, KVMover, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
+from stillroom.core.kv import FULL_BITS, NO_TENANT, KVMover, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.stats import KVCacheStats
@@ -174,7 +174,7 @@ class KnowledgeTree:
             begun: receives the key of each node that is read, for `cancel_prefetch`, also if this raises.
         """
         for node in nodes:
-            if node.tier is Tier.DISK and self.mover.prefetch(node.key, node.num_tokens):
+            if node.tier is Tier.DISK and self.mover.prefetch(node.key, node.num_tokens, node.bits):
                 begun.append(node.key)
 
     def cancel_prefetch(self, keys: Iterable[NodeKey]) -> None:
@@ -243,6 +243,7 @@ class KnowledgeTree:
             chunk_id=piece.chunk_id,
             owner=piece.owner,
             context=context,
+            bits=self.options.prepared_bits if context is not None and context.document_path else FULL_BITS,
         )
         if is_used:
             self.touch(node, cost_per_token)
@@ -265,8 +266,7 @@ class KnowledgeTree:
         if node not in self._nodes:  # dropped meanwhile, with its parent
             return False
         while (tier := node.tier) is not None:
-            copy = NodeCopy(node.key, tier, node.block_ids or (), node.first_position, node.num_tokens)
-            if self.mover.place(copy, block_ids, first_position):
+            if self.mover.place(node.copy_in(tier), block_ids, first_position):
                 self.stats.placed[tier] += 1
                 self.touch(node, overhead=overhead)
                 return True
@@ -278,12 +278,12 @@ class KnowledgeTree:
         """Copy a node to the device; False if there is no room, or every copy failed.
 
         A damaged copy is dropped with all that depends on it; a copy that could not be read just now stays.
-        Preconditions: the node's parent is on the device, and the node has a user.
+        Preconditions: the node's parent is on the device, the node has a user, and its copies have `FULL_BITS`.
         """
         while (source := node.tier) is not None:
             if source is Tier.DEVICE:
                 return True
-            assert node.num_users > 0
+            assert node.num_users > 0 and node.bits == FULL_BITS
             num_blocks = -(-node.num_tokens // self.pool.block_size)
             if not self.make_room(num_blocks):
                 return False
@@ -389,12 +389,15 @@ class KnowledgeTree:
         return self.stats.stores - before
 
     def restore(self, records: Iterable[NodeRecord]) -> list[NodeKey]:
-        """Add nodes from the records of a disk; returns the keys of records whose path is incomplete."""
-        orphans = restore_nodes(records, self._nodes, self._tiers, half_lives=self._half_lives, now=self._now())
+        """Add nodes from the records of a disk; returns the keys of the others: their path is incomplete, or they have
+        fewer bits a number than the options say."""
+        all_records = list(records)
+        usable = [record for record in all_records if record.bits >= self.options.prepared_bits]
+        orphans = restore_nodes(usable, self._nodes, self._tiers, half_lives=self._half_lives, now=self._now())
         if self.options.is_disk_read_only:
             self._tiers.allow_present_bytes(Tier.DISK)
         self._demoter.shrink_disk()
-        return orphans
+        return orphans + [record.key for record in all_records if record.bits < self.options.prepared_bits]
 
     def check_integrity(self) -> None:
         """Check all links between nodes, and that copies, bytes and eviction queues add up."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import NO_TENANT, NodeKey, NodeRecord, OwnerTag, Tier
+from stillroom.core.kv import FULL_BITS, NO_TENANT, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvcache.tree.chunk_scores import ContextMass
 
 
@@ -47,6 +47,7 @@ class Node:
     __slots__ = (
         "avg_cost",
         "before",
+        "bits",
         "block_ids",
         "children",
         "chunk_id",
@@ -87,6 +88,7 @@ class Node:
         num_tokens: int,
         chunk_id: ChunkId | None,
         owner: OwnerTag = NO_TENANT,
+        bits: int = FULL_BITS,
         frequency: WindowedCount,
         cost_alone: float,
         cost_here: float,
@@ -106,6 +108,8 @@ class Node:
         self.num_tokens = num_tokens
         self.chunk_id = chunk_id
         self.owner = owner
+        self.bits = bits
+        """Of each number in its copies on host and disk (`NodeRecord.bits`)."""
         self.block_ids: list[BlockId] | None = None
         """Its blocks on the device, to which the tree holds one reference; None if it is not there."""
         self.is_lower = {Tier.HOST: False, Tier.DISK: False}
@@ -136,6 +140,11 @@ class Node:
     def is_in(self, tier: Tier) -> bool:
         """Whether a copy is in this tier."""
         return self.block_ids is not None if tier is Tier.DEVICE else self.is_lower[tier]
+
+    def copy_in(self, tier: Tier) -> NodeCopy:
+        """Describe its copy in a tier."""
+        bits = FULL_BITS if tier is Tier.DEVICE else self.bits
+        return NodeCopy(self.key, tier, self.block_ids or (), self.first_position, self.num_tokens, bits)
 
     @property
     def tier(self) -> Tier | None:
@@ -197,4 +206,5 @@ class Node:
             seen=self.document_path or tuple(sorted(self.seen)),
             is_used=self.is_used,
             is_in_document=bool(self.document_path),
+            bits=self.bits,
         )

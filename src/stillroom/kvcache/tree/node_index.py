@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey, OwnerTag
+from stillroom.core.kv import FULL_BITS, NodeKey, OwnerTag
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.node import Node, WindowedCount
 from stillroom.kvcache.tree.provenance import Context
@@ -77,12 +77,14 @@ class NodeIndex:
         chunk_id: ChunkId | None,
         owner: OwnerTag,
         context: Context | None = None,
+        bits: int = FULL_BITS,
     ) -> Node:
         """Add a node without copies under its parent.
 
         Args:
             parent_key: key of no node for the first piece of a prompt.
             context: of a detached node, which has no parent because its KV is not exactly that of any path.
+            bits: of each number on host and disk.
         """
         parent = self._nodes.get(parent_key) if context is None else None
         assert context is not None or (parent is None) == (first_position == 0)
@@ -102,6 +104,7 @@ class NodeIndex:
             num_tokens=num_tokens,
             chunk_id=chunk_id,
             owner=owner,
+            bits=bits,
             frequency=WindowedCount(self._window_seconds, self._now()),
             cost_alone=self._profile.prefill_seconds(0, num_tokens) / num_tokens,
             cost_here=self._cost_here(first_position, num_tokens),

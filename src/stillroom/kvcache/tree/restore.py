@@ -40,6 +40,7 @@ def restore_nodes(
             chunk_id=record.chunk_id,
             owner=record.owner,
             context=_context(record, before) if _is_detached(record) else None,
+            bits=record.bits,
         )
         node.mass = mass
         node.frequency.add(now, record.frequency)

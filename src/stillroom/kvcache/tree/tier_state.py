@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from stillroom.core.ids import BlockId
 from stillroom.core.indexed_heap import IndexedHeap
-from stillroom.core.kv import NodeKey, Tier
+from stillroom.core.kv import FULL_BITS, NodeKey, Tier
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.eviction import NodeUse
 from stillroom.kvcache.tree.node import Node
@@ -96,7 +96,7 @@ class TierState:
 
     def size(self, node: Node, tier: Tier) -> int:
         """Bytes of a node's copy in a tier, present or not."""
-        num_bytes = node.num_tokens * self._options.bytes_per_token
+        num_bytes = self._options.num_bytes(node.num_tokens, FULL_BITS if tier is Tier.DEVICE else node.bits)
         if tier is not Tier.DISK:
             return num_bytes
         if node.is_lower[Tier.DISK]:  # as it was written, whatever was measured since
