@@ -13,7 +13,7 @@ import numpy as np
 
 from stillroom.backends.assembly import KVCache, kv_shape
 from stillroom.backends.engine_building import build_engine
-from stillroom.config.settings import ReuseConfig, RuntimeConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
@@ -95,6 +95,11 @@ class BenchEngine:
         self.submit(segments)
         return self.finish(start)
 
+    def finish_idle_work(self) -> None:
+        """Store KV on disk and compute preparing prompts until nothing is left to do while the engine is idle."""
+        while self.engine.do_idle_work() or self.engine.has_work:
+            self.engine.step()
+
     def submit(self, segments: Sequence[Segment], num_tokens: int = ANSWER_TOKENS) -> None:
         """Submit a prompt without running a step."""
         self._num_requests += 1
@@ -128,6 +133,7 @@ def build_fixture(  # noqa: PLR0913  plain values, given once
     *,
     max_num_seqs: int = 32,
     profile: CostProfile | None = None,
+    prepare: PrepareConfig | None = None,
 ) -> BenchEngine:
     """Build an engine with device memory for `num_tokens` tokens of KV; without a cost profile it measures one."""
     runtime = RuntimeConfig(
@@ -136,7 +142,14 @@ def build_fixture(  # noqa: PLR0913  plain values, given once
         max_num_seqs=max_num_seqs,
     )
     engine, cache = build_engine(
-        decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32), profile=profile, kv_folder=folder
+        decoder,
+        runtime,
+        SystemClock(),
+        reuse=reuse,
+        fingerprint=bytes(32),
+        profile=profile,
+        kv_folder=folder,
+        prepare=prepare,
     )
     return BenchEngine(engine, cache)
 

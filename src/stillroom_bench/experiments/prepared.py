@@ -7,7 +7,7 @@ measured is what preparing costs. How to read it: docs/prepared.md
 
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt
 from stillroom.core.request import Request, SamplingParams
+from stillroom.errors import PreparedFullError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom_bench.experiments.anywhere_engine import (
@@ -164,17 +165,9 @@ def _prepare(engine: BenchEngine, documents: BenchDocuments, prompts: AnywhereBe
         tuple(window) for document in documents.documents for window in ([document] if in_document else zip(document))
     ]
     start = time.perf_counter()
-    for window in windows:
-        request = Request(
-            request_id=RequestId(f"prepare {window[0]}"),
-            prompt=SegmentedPrompt((system(prompts), *(chunk(prompts, one) for one in window), question(prompts, 0))),
-            sampling=SamplingParams(max_tokens=1),
-            prepares=frozenset(map(ChunkId, window)),
-        )
-        engine.engine.prepare(request, _raise_error)
-        while engine.engine.do_idle_work() or engine.engine.has_work:
-            engine.engine.step()
+    num_prepared = prepare_windows(engine, prompts, windows)
     seconds = time.perf_counter() - start
+    assert num_prepared == len(windows), "the budget of prepared KV is too small"
     num_chunks = sum(map(len, documents.documents))
     assert engine.cache.tree is not None
     num_bytes = sum(
@@ -188,9 +181,34 @@ def _prepare(engine: BenchEngine, documents: BenchDocuments, prompts: AnywhereBe
     }
 
 
-def _raise_error(error: Exception | None, *, is_computed: bool) -> None:
-    if error is not None:
-        raise error
+def prepare_windows(engine: BenchEngine, prompts: AnywhereBenchOptions, windows: Iterable[Sequence[int]]) -> int:
+    """Prepare windows of chunks, one after the other, until the budget is full; return how many were prepared.
+
+    Raises:
+        StillroomError: a window could not be computed.
+    """
+    errors: list[Exception] = []
+
+    def on_end(error: Exception | None, *, is_computed: bool) -> None:
+        if error is not None:
+            errors.append(error)
+
+    num_prepared = 0
+    for window in windows:
+        request = Request(
+            request_id=RequestId(f"prepare {window[0]}"),
+            prompt=SegmentedPrompt((system(prompts), *(chunk(prompts, one) for one in window), question(prompts, 0))),
+            sampling=SamplingParams(max_tokens=1),
+            prepares=frozenset(map(ChunkId, window)),
+        )
+        engine.engine.prepare(request, on_end)
+        engine.finish_idle_work()
+        if errors:
+            if isinstance(errors[0], PreparedFullError):
+                break
+            raise errors[0]
+        num_prepared += 1
+    return num_prepared
 
 
 def _ask(
