@@ -46,6 +46,18 @@ PREPARED_HELP = help_text(
     examples=("stillroom bench prepared", "stillroom bench prepared --repeat 30 --output prepared.json"),
 )
 
+FIRST_QUESTIONS_HELP = help_text(
+    "Measure time to first token where a third of the questions are about documents never asked for before.",
+    "Documents have Zipf popularity; their number is computed from the share of first questions. Compared are no "
+    "reuse, exact reuse on device, host and disk, and documents prepared with several budgets, most demanded first. "
+    "The model is a Llama with 135 million random weights. How to read it: docs/prepared.md.",
+    examples=(
+        "stillroom bench first-questions",
+        "stillroom bench first-questions --repeat 3 --output first-questions.json",
+        "stillroom bench first-questions --companions drawn --anywhere --budget 1",
+    ),
+)
+
 PRELOADING_HELP = help_text(
     "Measure how much loading cached documents adds to the time to first token, and how much overlap saves.",
     "Uses the model and prompts of `bench anywhere`. Documents are on device, host, or disk (with and without the "
@@ -153,6 +165,9 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     add_command(app, "reuse", options.ReuseOptions, _reuse, REUSE_HELP, ["config"])
     add_command(app, "anywhere", options.AnywhereBenchOptions, _anywhere, ANYWHERE_HELP, ["config"])
     add_command(app, "prepared", options.PreparedBenchOptions, _prepared, PREPARED_HELP, ["config"])
+    add_command(
+        app, "first-questions", options.FirstQuestionsOptions, _first_questions, FIRST_QUESTIONS_HELP, ["config"]
+    )
     add_command(app, "preloading", options.PreloadingOptions, _preloading, PRELOADING_HELP, ["config"])
     add_command(app, "policies", options.PoliciesOptions, _policies, POLICIES_HELP, ["config", "work_dir"])
     add_command(app, "structures", options.StructuresOptions, _structures, STRUCTURES_HELP, ["config", "work_dir"])
@@ -181,6 +196,13 @@ def _prepared(chosen: options.PreparedBenchOptions, call: Call) -> "BenchResult"
     from stillroom_bench.experiments.prepared import run_prepared
 
     return run_prepared(chosen, call.work_dir, on_progress=call.say)
+
+
+def _first_questions(chosen: options.FirstQuestionsOptions, call: Call) -> "BenchResult":
+    call.work_dir.mkdir(parents=True, exist_ok=True)
+    from stillroom_bench.experiments.first_questions import run_first_questions
+
+    return run_first_questions(chosen, call.work_dir, on_progress=call.say)
 
 
 def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":

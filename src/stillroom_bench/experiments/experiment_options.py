@@ -94,6 +94,48 @@ class PreparedBenchOptions:
             raise UsageError(f"there are fewer than {self.num_chunks} chunks; raise --documents or --document-chunks")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstQuestionsOptions:
+    """Options of `stillroom bench first-questions`."""
+
+    num_questions: int = flag(60, "Questions of a workload.", "--questions", min=6)
+    first_share: float = flag(
+        1 / 3,
+        "Share of the questions about documents that no earlier question asked for; decides the number of documents.",
+        "--first-share",
+        metavar="SHARE",
+        min=0.05,
+        max=0.9,
+    )
+    zipf: float = flag(1.2, "Zipf exponent of the documents' popularity.", min=0.0, max=3.0)
+    budgets: tuple[float, ...] = flag(
+        (0.0, 0.05, 0.25, 1.0), "Share of all chunks' KV that prepare.disk_bytes holds.", "--budget", min=0.0, max=1.0
+    )
+    anywhere: bool = flag(False, "Also measure reuse.mode = anywhere.")
+    document_chunks: int = flag(6, "Chunks of each document.", "--document-chunks", min=1)
+    num_chunks: int = flag(5, "Chunks in a prompt.", "--chunks", min=2)
+    chunk_tokens: int = flag(200, "Tokens of each chunk.", min=1)
+    companions: Companions = flag(
+        "fixed",
+        "Chunks that questions about the same document find: fixed, always the same, which is best for kept prefixes, "
+        "or drawn anew for each question.",
+        metavar="drawn|fixed",
+    )
+    repeat: int = repeat_flag(1, "Workloads, each with its own seed and fresh caches.")
+    seed: int = seed_flag()
+    dtype: Dtype = flag("bfloat16", "Type of weights and KV: float32 or bfloat16.")
+    question_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        """Raises UsageError: a search cannot return so many chunks, or a value is unknown."""
+        _check_traffic((), self.companions)
+        if self.num_chunks > 3 * self.document_chunks:
+            raise UsageError(
+                f"a search returns chunks of 3 documents, which have fewer than {self.num_chunks}; raise "
+                "--document-chunks"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class AnywhereBenchOptions:
     """Options of `stillroom bench anywhere`, and of `stillroom bench preloading` with one ratio."""
