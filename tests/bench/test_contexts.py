@@ -10,7 +10,7 @@ import torch
 
 from stillroom.answer_quality.answer_metrics import exact_match
 from stillroom.errors import UsageError
-from stillroom_bench.quality import contexts
+from stillroom_bench.quality import context_asking
 from stillroom_bench.quality.context_questions import ContextQuestion, Place, read_questions
 from stillroom_bench.quality.contexts import FULL, WHOLE, Outcome, SimilarChunks, context_arms, run_contexts, tables_of
 from stillroom_bench.quality.quality_options import ContextsOptions
@@ -193,7 +193,7 @@ def test_every_arm_and_order_is_measured(path: Path, monkeypatch: pytest.MonkeyP
         answers.append(answer)
         return exact_match(answer, right)
 
-    monkeypatch.setattr(contexts, "exact_match", recorded)
+    monkeypatch.setattr(context_asking, "exact_match", recorded)
     said: list[str] = []
     result = run_contexts(ContextsOptions(path, windows=(2,), max_tokens=6), said.append)
     assert said == ["6 of 6 questions"]

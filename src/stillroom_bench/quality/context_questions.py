@@ -8,7 +8,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,25 @@ class ContextQuestion:
         if len(self.needed) > 1:
             found["subject not retrieved"] = [place for place in shuffled if place != self.needed[0]]
         return found
+
+
+Before = Callable[[ContextQuestion, Place], list[Place]]
+"""Returns the chunks in view when a chunk is prepared, in order."""
+
+
+def alone(question: ContextQuestion, place: Place) -> list[Place]:
+    """See `Before`: nothing."""
+    return []
+
+
+def whole_document(question: ContextQuestion, place: Place) -> list[Place]:
+    """See `Before`: all chunks of the document up to this one."""
+    return preceding(place, 0)
+
+
+def preceding(place: Place, first: int) -> list[Place]:
+    """Return the chunks of the document from `first` up to this one."""
+    return [(place[0], chunk) for chunk in range(max(first, 0), place[1])]
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[ContextQuestion]:
