@@ -12,7 +12,16 @@ from stillroom.answer_quality.answer_metrics import exact_match
 from stillroom.errors import UsageError
 from stillroom_bench.quality import context_asking
 from stillroom_bench.quality.context_questions import ContextQuestion, Place, read_questions
-from stillroom_bench.quality.contexts import FULL, WHOLE, Outcome, SimilarChunks, context_arms, run_contexts, tables_of
+from stillroom_bench.quality.contexts import (
+    FULL,
+    WHOLE,
+    Outcome,
+    SimilarChunks,
+    context_arms,
+    run_contexts,
+    tables_of,
+    widths_table,
+)
 from stillroom_bench.quality.quality_options import ContextsOptions
 
 DOCUMENT = [
@@ -235,6 +244,31 @@ def check_rows(tables: dict[str, list[dict[str, Any]]], arms: list[str]) -> None
         for one in tables[title]:
             assert list(one) == ["KV of the chunks", *orders]
             assert all(one[order].endswith(f"; n={count})") for order in orders)
+
+
+def test_answers_by_bits_are_compared_with_those_of_16() -> None:
+    rights = {16: [True, True, False, False], 8: [True, True, False, False], 4: [True, False, True, True]}
+    outcomes = [
+        Outcome(f"behind its document, {bits} bits", "in order", "split", 1, right)
+        for bits, found in rights.items()
+        for right in found
+    ]
+    (rows,) = widths_table(outcomes, [16, 8, 4]).values()
+    assert [row["bits"] for row in rows] == [16, 8, 4]
+    assert [row.get("lost", "")[:5] for row in rows] == ["", "0.000", "0.250"]
+    assert [row.get("gained", "")[:5] for row in rows] == ["", "0.000", "0.500"]
+    assert rows[2]["right"].startswith("0.750") and widths_table(outcomes, []) == {}
+
+
+@pytest.mark.slow  # measures every arm
+def test_narrow_kv_is_measured_beside_the_other_arms(path: Path) -> None:
+    result = run_contexts(ContextsOptions(path, num_questions=3, bits=(4, 8), max_tokens=6))
+    (rows,) = (rows for title, rows in result.tables.items() if title == "Answers by bits of a number")
+    assert [row["bits"] for row in rows] == [16, 8, 4]
+    assert rows[0]["right"][:5] == rows[1]["right"][:5], "8 bits lose nothing here"
+    for order in ("in order", "shuffled"):
+        wide, kept = f"{order}/behind its document", f"{order}/behind its document, 16 bits"
+        assert result.samples.of(wide, "right") == result.samples.of(kept, "right")
 
 
 def test_shares_have_wilson_intervals() -> None:

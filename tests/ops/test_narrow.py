@@ -59,10 +59,8 @@ def test_no_number_is_further_off_than_half_a_step(num_tokens: int, num_bits: in
 
 def _half_step(least: torch.Tensor, most: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Half a step, with what the step and the low are rounded by."""
-    largest = torch.maximum(most, -least)
-    if num_bits == 8:
-        return largest / 127 / 2 * 1.01 + 1e-6
-    return (most - least + largest / 128) / 15 / 2 * 1.01 + 1e-6
+    rounded_off = torch.maximum(most, -least) / 128
+    return (most - least + rounded_off) / (2**num_bits - 1) / 2 * 1.01 + 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,8 +101,8 @@ def test_equal_numbers_of_any_size_stay_finite(num_bits: int, value: float) -> N
 
 
 def test_sizes() -> None:
-    """Two scales' bytes for 64 keys of a channel and for a token's values: 2 bytes with 8 bits, 4 with 4 bits."""
+    """Step and low for 64 keys of a channel and for a token's values: 4 bytes."""
     size = (30, 192, 3, 64)
-    numbers = 30 * 192 * 3 * 64
-    assert num_narrow_bytes(size, 8) == 2 * numbers + 2 * (numbers // 64) * 2
-    assert num_narrow_bytes(size, 4) == numbers + 4 * (numbers // 64) * 2
+    numbers = 2 * 30 * 192 * 3 * 64
+    assert num_narrow_bytes(size, 8) == numbers + numbers // 64 * 4
+    assert num_narrow_bytes(size, 4) == numbers // 2 + numbers // 64 * 4

@@ -35,19 +35,15 @@ def _below(value: Any) -> Any:
 @inlined
 def _scale_of(least: Any, most: Any, num_bits: Any) -> Any:
     """Step and low of the scale for numbers in this range; see `ops.narrow`."""
-    if num_bits == 8:
-        return _above(max(most, -least) / np.float32(127)), np.float32(0)
     low = _below(least)
-    return _above((most - low) / np.float32(15)), low
+    return _above((most - low) / np.float32(2**num_bits - 1)), low
 
 
 @inlined
 def _code(value: Any, step: Any, low: Any, num_bits: Any) -> Any:
     """The number of the step that is nearest to a value."""
     count = np.rint((value - low) / max(step, _LEAST_STEP))
-    if num_bits == 8:
-        return np.uint8(max(min(count, np.float32(127)), np.float32(-127)) + np.float32(128))
-    return np.uint8(max(min(count, np.float32(15)), np.float32(0)))
+    return np.uint8(max(min(count, np.float32(2**num_bits - 1)), np.float32(0)))
 
 
 @inlined
@@ -75,9 +71,7 @@ def _turn_back(x: Any, cos: Any, sin: Any, row: Any) -> None:
 
 
 @parallel_kernel
-def narrow_into(  # noqa: C901  a kernel is one function
-    kv_2LTGD: Bits, rotation: tuple[Floats, Floats], parts: Any, group_size: int, num_bits: int
-) -> None:
+def narrow_into(kv_2LTGD: Bits, rotation: tuple[Floats, Floats], parts: Any, group_size: int, num_bits: int) -> None:
     """Write KV [2, L, T, G, D] to the parts of `ops.narrow.NarrowKV`, keys as before their rotation.
 
     cos and sin in `rotation` are [L, T, P], or [1, T, P] if all layers rotate alike.
@@ -102,8 +96,7 @@ def narrow_into(  # noqa: C901  a kernel is one function
             for i in range(head_dim):
                 steps[i], lows[i] = _scale_of(least[i], most[i], num_bits)
                 k_steps[layer, group, head, i] = np.uint16(as_bits(steps[i]) >> SIXTEEN)
-                if num_bits == 4:
-                    k_lows[layer, group, head, i] = np.uint16(as_bits(lows[i]) >> SIXTEEN)
+                k_lows[layer, group, head, i] = np.uint16(as_bits(lows[i]) >> SIXTEEN)
             for at in range(first, end):
                 _store_row(keys[at - first], steps, lows, k_codes[layer, at, head], num_bits)
             for at in range(first, end):
@@ -113,8 +106,7 @@ def narrow_into(  # noqa: C901  a kernel is one function
                     low, high = min(low, row[i]), max(high, row[i])
                 step, low = _scale_of(low, high, num_bits)
                 v_steps[layer, at, head] = np.uint16(as_bits(step) >> SIXTEEN)
-                if num_bits == 4:
-                    v_lows[layer, at, head] = np.uint16(as_bits(low) >> SIXTEEN)
+                v_lows[layer, at, head] = np.uint16(as_bits(low) >> SIXTEEN)
                 steps[:], lows[:] = step, low
                 _store_row(row, steps, lows, v_codes[layer, at, head], num_bits)
 
@@ -124,7 +116,7 @@ def _widen_row(codes: Any, steps: Any, lows: Any, row: Any, num_bits: Any) -> No
     """Write the numbers of a row of codes, each with its own step and low."""
     if num_bits == 8:
         for i in range(len(row)):
-            row[i] = lows[i] + steps[i] * (np.float32(codes[i]) - np.float32(128))
+            row[i] = lows[i] + steps[i] * np.float32(codes[i])
     else:
         half = len(codes)
         for i in range(half):
@@ -134,21 +126,18 @@ def _widen_row(codes: Any, steps: Any, lows: Any, row: Any, num_bits: Any) -> No
 
 
 @inlined
-def _widen_group(  # noqa: C901, PLR0913  inlined: there is no call
+def _widen_group(  # noqa: PLR0913  inlined: there is no call
     parts: Any, rotation: Any, targets: Any, slots: Any, group_size: Any, num_bits: Any, layer: Any, group: Any
 ) -> None:
     k_steps, k_lows, v_steps, v_lows, k_codes, v_codes = parts
     num_tokens, num_heads = k_codes.shape[1], k_codes.shape[2]
     head_dim, half = targets[0].shape[3], rotation[0].shape[2]
     own = layer if rotation[0].shape[0] > 1 else 0
-    steps, lows = np.zeros(head_dim, np.float32), np.zeros(head_dim, np.float32)
+    steps, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     row = np.empty(head_dim, np.float32)
     for head in range(num_heads):
         for i in range(head_dim):
-            steps[i] = _read(k_steps[layer, group, head, i])
-        if num_bits == 4:
-            for i in range(head_dim):
-                lows[i] = _read(k_lows[layer, group, head, i])
+            steps[i], lows[i] = _read(k_steps[layer, group, head, i]), _read(k_lows[layer, group, head, i])
         for at in range(group * group_size, min(num_tokens, (group + 1) * group_size)):
             cos, sin, out = rotation[0][own, at], rotation[1][own, at], targets[0][layer, slots[at], head]
             _widen_row(k_codes[layer, at, head], steps, lows, row, num_bits)
@@ -160,9 +149,7 @@ def _widen_group(  # noqa: C901, PLR0913  inlined: there is no call
                 _write(out, i, row[i])
         for at in range(group * group_size, min(num_tokens, (group + 1) * group_size)):
             out = targets[1][layer, slots[at], head]
-            steps[:] = _read(v_steps[layer, at, head])
-            if num_bits == 4:
-                lows[:] = _read(v_lows[layer, at, head])
+            steps[:], lows[:] = _read(v_steps[layer, at, head]), _read(v_lows[layer, at, head])
             _widen_row(v_codes[layer, at, head], steps, lows, row, num_bits)
             for i in range(head_dim):
                 _write(out, i, row[i])

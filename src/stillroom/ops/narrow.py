@@ -1,13 +1,11 @@
 """KV in 8 or 4 bits a number: scales, codes, and the way back. Keys are narrowed as before their rotation.
 
-A number is kept as `low + step * code`. With 8 bits a code is in -127..127 and low is 0; with 4 bits it is in 0..15.
-Step and low are bfloat16, the step rounded up and the low rounded down, so that no number is cut off. Keys have one
-scale for each channel of up to 64 tokens, values one for each token and head (KIVI, arXiv 2402.02750: keys have a few
-large channels, values have large tokens). Before the rotation a channel is one number that varies little from token to
-token; the rotation mixes it with another by the token's position (KVQuant, arXiv 2401.18079, section 3.2).
-
-An error is at most half a step: 1/254 of the largest magnitude of the group with 8 bits, which is about what bfloat16
-rounds off that number, and 1/30 of the group's range with 4 bits.
+A number is kept as `low + step * code`, with codes from 0 to 255 or 15. Step and low are bfloat16, the step rounded up
+and the low rounded down, so that no number is cut off. Keys have one scale for each channel of up to 64 tokens, values
+one for each token and head (KIVI, arXiv 2402.02750: keys have a few large channels, values have large tokens). Before
+the rotation a channel is one number that varies little from token to token; the rotation mixes it with another by the
+token's position (KVQuant, arXiv 2401.18079, section 3.2). An error is at most half a step: 1/510 of the group's range
+with 8 bits, 1/30 with 4 bits.
 """
 
 import math
@@ -110,13 +108,11 @@ def narrow_by_torch(kv_2LTGD: torch.Tensor, rotation: Rotation, out: NarrowKV) -
         keys = k_LTGD[:, tokens]
         step, low = _scale(keys.amin(1), keys.amax(1), out.num_bits)
         out.k_steps_LNGD[:, group] = step
-        if out.num_bits == 4:
-            out.k_lows_LNGD[:, group] = low
+        out.k_lows_LNGD[:, group] = low
         out.k_codes_LTGC[:, tokens] = _codes(keys, step[:, None].float(), low[:, None].float(), out.num_bits)
     step, low = _scale(v_LTGD.amin(-1), v_LTGD.amax(-1), out.num_bits)
     out.v_steps_LTG.copy_(step)
-    if out.num_bits == 4:
-        out.v_lows_LTG.copy_(low)
+    out.v_lows_LTG.copy_(low)
     out.v_codes_LTGC.copy_(_codes(v_LTGD, step[..., None].float(), low[..., None].float(), out.num_bits))
 
 
@@ -162,8 +158,7 @@ def widened(kv: NarrowKV, rotation: Rotation, dtype: torch.dtype) -> torch.Tenso
     cos_LT1P, sin_LT1P = (values[:, :, None] for values in rotation)
     keys = _numbers(kv.k_codes_LTGC, kv.num_bits) * kv.k_steps_LNGD[:, groups_T].float()
     values = _numbers(kv.v_codes_LTGC, kv.num_bits) * kv.v_steps_LTG[..., None].float()
-    if kv.num_bits == 4:
-        keys, values = keys + kv.k_lows_LNGD[:, groups_T].float(), values + kv.v_lows_LTG[..., None].float()
+    keys, values = keys + kv.k_lows_LNGD[:, groups_T].float(), values + kv.v_lows_LTG[..., None].float()
     return torch.stack((rotate(keys, cos_LT1P, sin_LT1P), values)).to(dtype)
 
 
@@ -174,10 +169,8 @@ def _arrays(kv: NarrowKV) -> tuple[Any, ...]:
 
 def _scale(least: torch.Tensor, most: torch.Tensor, num_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Step and low for numbers in these ranges, bfloat16."""
-    if num_bits == 8:
-        return _rounded_away(torch.maximum(most, -least) / 127), torch.zeros_like(least).bfloat16()
     low = torch.where(least < 0, _rounded_away(least), _truncated(least))
-    return _rounded_away((most - low.float()) / 15), low
+    return _rounded_away((most - low.float()) / (2**num_bits - 1)), low
 
 
 def _rounded_away(values: torch.Tensor) -> torch.Tensor:
@@ -193,16 +186,17 @@ def _truncated(values: torch.Tensor) -> torch.Tensor:
 def _codes(numbers: torch.Tensor, step: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
     """The numbers' steps as bytes; with 4 bits numbers i and i + D / 2 share one."""
     counts = torch.where(step > 0, (numbers - low) / step, 0.0).round()
+    codes = counts.clamp(0, 2**num_bits - 1).to(torch.uint8)
     if num_bits == 8:
-        return (counts.clamp(-127, 127) + 128).to(torch.uint8)
-    first, second = counts.clamp(0, 15).to(torch.uint8).chunk(2, dim=-1)
+        return codes
+    first, second = codes.chunk(2, dim=-1)
     return first | (second << 4)
 
 
 def _numbers(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     """The inverse of `_codes`, in steps, float32."""
     if num_bits == 8:
-        return codes.float() - 128
+        return codes.float()
     return torch.cat((codes & 15, codes >> 4), dim=-1).float()
 
 
@@ -213,6 +207,5 @@ def _layout(size: tuple[int, int, int, int], num_bits: int) -> list[tuple[tuple[
     num_groups = -(-num_tokens // GROUP_SIZE)
     keys, values = (num_layers, num_groups, num_heads, head_dim), (num_layers, num_tokens, num_heads)
     codes = (num_layers, num_tokens, num_heads, head_dim * num_bits // 8)
-    no_keys, no_values = (keys, values) if num_bits == 4 else ((*keys[:1], 0, *keys[2:]), (num_layers, 0, num_heads))
-    shapes = [(keys, 2), (no_keys, 2), (values, 2), (no_values, 2), (codes, 1), (codes, 1)]
+    shapes = [(keys, 2), (keys, 2), (values, 2), (values, 2), (codes, 1), (codes, 1)]
     return [(shape, math.prod(shape), width) for shape, width in shapes]

@@ -22,10 +22,11 @@ from stillroom_bench.quality.context_questions import Before, ContextQuestion, P
 class ContextAsker:
     """An engine whose kept KV is made anew for each question and context."""
 
-    def __init__(self, model: str, dtype: Literal["float32", "bfloat16"], max_tokens: int) -> None:
+    def __init__(self, model: str, dtype: Literal["float32", "bfloat16"], max_tokens: int, bits: int = 16) -> None:
         """
         Args:
             max_tokens: of an answer.
+            bits: of each number of prepared KV while it is on the host.
 
         Raises:
             ModelError: the model cannot be loaded.
@@ -43,7 +44,7 @@ class ContextAsker:
             reuse=reuse,
             fingerprint=self.model.fingerprint,
             profile=linear_profile(1e-3, 1e-4, 1e-7),
-            prepare=PrepareConfig(idle_s=0.0, layer_ms=1e6),
+            prepare=PrepareConfig(idle_s=0.0, layer_ms=1e6, bits=bits),
         )
         self._max_tokens = max_tokens
         self._num_requests = 0
@@ -67,6 +68,11 @@ class ContextAsker:
             found[chunk.chunk_id] = tuple(one.chunk_id for one in context)
             self._run([*context, chunk], "", 1, prepares=frozenset({chunk.chunk_id}))
         return found
+
+    def leave_device(self) -> None:
+        """Move all kept KV to the host."""
+        assert self._cache.tree is not None
+        assert self._cache.tree.make_room(self._cache.manager.pool.num_blocks)
 
     def ask(
         self, question: ContextQuestion, places: Sequence[Place], before: Mapping[ChunkId, tuple[ChunkId, ...]]

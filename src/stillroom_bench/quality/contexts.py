@@ -39,6 +39,8 @@ _NUM_SIMILAR = 3
 _NOTES = (
     "Share of right answers (exact match). `recomputed`: this share of the prepared tokens is computed again, chosen "
     "by the question's attention, or by the deviation of values in an early layer (CacheBlend).",
+    "`N bits`: behind its document, kept in N bits a number on the host between preparing and the question. Lost: "
+    "right with 16 bits and wrong with fewer; gained: the reverse.",
     "`subject not retrieved`: the chunk that names the subject is not in the search result; only questions that need "
     "two chunks are counted there.",
 )
@@ -121,11 +123,19 @@ def run_contexts(options: ContextsOptions, on_progress: Callable[[str], None] = 
     questions = read_questions(options.questions, options.num_questions)
     environment = record_environment()
     asker = ContextAsker(options.model, options.dtype, options.max_tokens)
+    widths = {
+        bits: ContextAsker(options.model, options.dtype, options.max_tokens, bits)
+        for bits in sorted({16, *options.bits}, reverse=True)
+        if options.bits
+    }
     arms = context_arms(options.windows, SimilarChunks())
     outcomes: list[Outcome] = []
     for number, question in enumerate(questions, start=1):
         for arm, order, is_right in _ask_all(asker, question, arms, options.seed):
             outcomes.append(Outcome(arm, order, question.kind, question.distance, is_right))
+        for bits, narrow in widths.items():
+            for order, is_right in _ask_by_width(narrow, question, options.seed):
+                outcomes.append(Outcome(_width(bits), order, question.kind, question.distance, is_right))
         if number % 25 == 0 or number == len(questions):
             on_progress(f"{number} of {len(questions)} questions")
     parameters = {
@@ -140,7 +150,7 @@ def run_contexts(options: ContextsOptions, on_progress: Callable[[str], None] = 
         environment,
         parameters,
         _samples(outcomes),
-        tables=tables_of(outcomes),
+        tables=tables_of(outcomes) | widths_table(outcomes, list(widths)),
         notes=list(_NOTES),
         sample_of="question",
     )
@@ -174,6 +184,24 @@ def tables_of(outcomes: Sequence[Outcome]) -> dict[str, list[dict[str, Any]]]:
             where = f"{first} or more" if last == math.inf else f"{first} to {last:.0f}" if last > first else f"{first}"
             tables[f"Right answers, fact {where} behind the chunk that names its subject"] = _table(chosen)
     return tables
+
+
+def widths_table(outcomes: Sequence[Outcome], widths: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+    """Return a table that compares the answers of each width with those of the first, over all orders; none without."""
+    if not widths:
+        return {}
+    first, *others = ([one.is_right for one in outcomes if one.arm == _width(bits)] for bits in widths)
+    rows: list[dict[str, Any]] = [{"bits": widths[0], "right": share_of_right(first)}]
+    for bits, rights in zip(widths[1:], others, strict=True):
+        pairs = list(zip(first, rights, strict=True))
+        lost, gained = [one and not other for one, other in pairs], [other and not one for one, other in pairs]
+        shares = {"lost": share_of_right(lost), "gained": share_of_right(gained)}
+        rows.append({"bits": bits, "right": share_of_right(rights), **shares})
+    return {"Answers by bits of a number": rows}
+
+
+def _width(bits: int) -> str:
+    return f"behind its document, {bits} bits"
 
 
 def _table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
@@ -212,3 +240,12 @@ def _ask_all(
             before = asker.prepare(question, question.retrieved, arm.before)
             for order, places in orders.items():
                 yield arm.name, order, asker.ask(question, places, before)
+
+
+def _ask_by_width(asker: ContextAsker, question: ContextQuestion, seed: int) -> Iterator[tuple[str, bool]]:
+    """Yield order, and whether the answer from KV that was on the host is right."""
+    with asker.placing(AnywhereOptions(0.0, "first", only_prepared=True)):
+        before = asker.prepare(question, question.retrieved, whole_document)
+        for order, places in question.orders(seed).items():
+            asker.leave_device()
+            yield order, asker.ask(question, places, before)
