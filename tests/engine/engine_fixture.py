@@ -13,6 +13,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import PromptReuse
+from stillroom.engine.audit_comparison import DocumentPrompt
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
@@ -40,6 +41,7 @@ class EngineFixture:
         timeout: float = 0.0,
         profile: CostProfile = PROFILE,
         bits: int = 16,
+        document_prompt: DocumentPrompt | None = None,
         **changes: Any,
     ) -> None:
         """
@@ -71,6 +73,7 @@ class EngineFixture:
             profile=profile,
             kv_folder=folder,
             prepare=PrepareConfig(bits=bits),
+            document_prompt=document_prompt,
         )
         self.num_computed = 0
         self._execute = self.engine.runner.execute

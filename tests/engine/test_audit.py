@@ -3,21 +3,24 @@
 import math
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 import torch
 
 from stillroom.core.batch import Batch, StepResult
+from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams
 from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
 from stillroom.engine.async_engine import AsyncEngine
-from stillroom.engine.audit import NUM_TOKENS, Audit
+from stillroom.engine.audit import Audit
+from stillroom.engine.audit_comparison import NUM_TOKENS
 from stillroom.engine.events import TokenEvent
+from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
@@ -27,22 +30,26 @@ from tests.engine.test_corpora import FakeCorpus
 from tests.fakes import random_checkpoint
 
 PLACED = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.ANYWHERE, 2),), 0.0, 0.0)
+COMPUTED = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, None, Reason.NEVER_SEEN),), 0.0, 0.0)
 EXACT = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.HIT),), 0.0, 0.0)
+
+
+def no_chunks(salt: str, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+    return {}
 
 
 class AuditFixture:
     """An audit, and the options that it allowed."""
 
     def __init__(self, ratio: float = 0.15, share: float = 1.0, limit: float = 0.2) -> None:
-        self.allowed: list[float | None] = []
-        self.audit = Audit(
-            AnywhereOptions(ratio, "question"),
-            lambda options: self.allowed.append(None if options is None else options.recompute_ratio),
-            share=share,
-            max_disagreement=limit,
-            randomness=random.Random(1),
-        )
+        self.allowed: list[float] = []
+        options = AnywhereOptions(ratio, "question")
+        level = ReuseLevel(options, lambda options: self.allowed.append(options.recompute_ratio), limit)
+        self.audit = Audit(level, share=share, randomness=random.Random(1))
         self._number = 0
+
+    def is_suspended(self) -> bool:
+        return self.audit.is_suspended
 
     def answer(
         self, *tokens: int, reuse: PromptReuse = PLACED, reason: FinishReason = FinishReason.STOP
@@ -59,12 +66,12 @@ class AuditFixture:
             event = TokenEvent(request.request_id, token, None, 0.0, reuse=None if place else reuse)
             assert not self.audit.observe(event)
         assert not self.audit.observe(TokenEvent(request.request_id, None, reason, 0.0))
-        return self.audit.next()
+        return self.audit.next(no_chunks)
 
-    def check(self, shadow: Request | None, *tokens: int) -> None:
+    def check(self, shadow: Request | None, *tokens: int, reuse: PromptReuse = EXACT) -> None:
         assert shadow is not None
         for token in tokens:
-            assert self.audit.observe(TokenEvent(shadow.request_id, token, None, 0.0))
+            assert self.audit.observe(TokenEvent(shadow.request_id, token, None, 0.0, reuse=reuse))
         assert self.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.LENGTH, 0.0))
 
 
@@ -73,14 +80,14 @@ def test_audit_that_computes_nan_is_not_counted() -> None:
     shadow = fixture.answer(5, 6, 7)
     assert shadow is not None
     assert fixture.audit.observe(TokenEvent(shadow.request_id, None, FinishReason.ABORTED, 0.0, NonFiniteError()))
-    assert fixture.audit.stats.num_audited == 0 and fixture.audit.next() is None
+    assert fixture.audit.stats.num_audited == 0 and fixture.audit.next(no_chunks) is None
 
 
 def test_audited_prompt_runs_again_without_placing() -> None:
     fixture = AuditFixture()
     shadow = fixture.answer(5, 6, 7)
     assert shadow is not None and not shadow.may_place and shadow.request_id == "audit-r1"
-    assert shadow.sampling.max_tokens == 4, "the answer ended after three, so the fourth must not come"
+    assert shadow.sampling.max_tokens == NUM_TOKENS, "the answer ended after three, so the fourth must not come"
     fixture.check(shadow, 5, 6, 7)
     assert (fixture.audit.stats.num_audited, fixture.audit.stats.num_disagreed) == (1, 0)
     fixture.check(fixture.answer(5, 6, 7), 5, 6, 7, 8)
@@ -121,11 +128,25 @@ def test_ratio_doubles_until_nothing_is_placed() -> None:
     fixture = AuditFixture(ratio=0.2, limit=0.2)
     for _ in range(12):
         fixture.check(fixture.answer(1), 2)
-        if fixture.audit.stats.options is None:
+        if fixture.audit.is_suspended:
             break
-    assert fixture.allowed == [0.4, None]
+    assert fixture.allowed == [0.4] and fixture.audit.is_suspended
     assert fixture.audit.stats.upper_bound == 1.0
-    assert fixture.answer(1) is None, "nothing is placed, so there is nothing to audit"
+
+
+def test_placing_resumes_at_the_largest_ratio() -> None:
+    fixture = AuditFixture(ratio=0.4, limit=0.2)
+    while not fixture.is_suspended():
+        fixture.check(fixture.answer(1), 2)
+    num_bad = fixture.audit.stats.num_audited
+    assert fixture.answer(1, reuse=EXACT) is None, "it would place nothing"
+    shadow = fixture.answer(1, reuse=COMPUTED)
+    assert shadow is not None and shadow.may_place and shadow.most_exact == 0
+    fixture.check(shadow, 1)
+    assert fixture.audit.stats.num_audited == num_bad, "the audit placed nothing either"
+    while fixture.is_suspended():
+        fixture.check(fixture.answer(1, reuse=COMPUTED), 1, reuse=PLACED)
+    assert fixture.audit.stats.num_audited - num_bad == 100 and fixture.allowed == []
 
 
 def test_answers_of_the_old_ratio_are_no_evidence_for_the_new_one() -> None:
@@ -142,9 +163,9 @@ def test_answers_of_the_old_ratio_are_no_evidence_for_the_new_one() -> None:
     fixture.audit.observe(TokenEvent(answering.request_id, 1, None, 0.0, reuse=PLACED))
     while not fixture.allowed:
         fixture.check(shadow, 2)
-        shadow = fixture.audit.next()
+        shadow = fixture.audit.next(no_chunks)
     fixture.audit.observe(TokenEvent(answering.request_id, None, FinishReason.STOP, 0.0))
-    assert shadow is None and fixture.audit.next() is None
+    assert shadow is None and fixture.audit.next(no_chunks) is None
     fixture.check(fixture.answer(1), 2)
     assert fixture.allowed == [0.4] and fixture.audit.stats.upper_bound == 1.0, "the evidence of one answer"
 
@@ -230,7 +251,8 @@ def test_failed_audit_is_not_repeated(decoder: Decoder, monkeypatch: pytest.Monk
         ended = threading.Event()
         running.submit(question("c", 1), lambda event: ended.set() if event.finish_reason else None)
         assert ended.wait(30)
-    assert engine.audit is not None and engine.audit.stats.num_audited == 0
+    audit = engine.auditing.audit
+    assert audit is not None and audit.stats.num_audited == 0
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -279,7 +301,7 @@ def test_idle_engine_audits_without_events(decoder: Decoder, ratio: float) -> No
         is_waiting = fixture.engine.has_work
     assert is_waiting, "an audit waits"
     fixture.run(question("c", 1))  # not while a request runs
-    audit = fixture.engine.audit
+    audit = fixture.engine.auditing.audit
     assert audit is not None and audit.stats.num_audited == 0
     while fixture.engine.has_work or fixture.engine.do_idle_work():
         fixture.step()

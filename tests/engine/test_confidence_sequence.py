@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from stillroom.engine.audit import ALPHA
 from stillroom.engine.confidence_sequence import is_surely_above, is_surely_below, upper_bound
+from stillroom.engine.reuse_level import ALPHA
 
 LIMIT = 0.25
 ABOVE = [

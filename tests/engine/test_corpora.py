@@ -1,12 +1,13 @@
 """No KV of removed documents is kept, whichever process removed them and when."""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
 
-from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.kv import NO_TENANT, Tier, owner_of
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
@@ -44,6 +45,9 @@ class FakeCorpus:
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Each document is one chunk."""
         return dict.fromkeys(chunk_ids, ())
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        return {one: Chunk(one, DocumentId(str(one)), 0, "") for one in chunk_ids if one in self.documents}
 
     def remove(self, document: int) -> None:
         self.documents.remove(ChunkId(document))

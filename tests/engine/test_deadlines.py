@@ -14,6 +14,7 @@ from stillroom.engine.audit import Audit
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
+from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.errors import DeadlineExceededError, RequestTimeoutError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from tests.engine.modelled import NUM_BLOCKS, ask, modelled_engine
@@ -77,11 +78,10 @@ def test_request_that_ended_in_time_does_not_expire() -> None:
 
 def test_request_that_ended_in_a_failed_step_does_not_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fails on its second request has ended the first one without returning its event."""
-    audit = Audit(
-        AnywhereOptions(0.15, "question"), lambda _: None, share=1, max_disagreement=1, randomness=random.Random(0)
-    )
+    level = ReuseLevel(AnywhereOptions(0.15, "question"), lambda _: None, 1.0)
+    audit = Audit(level, share=1.0, randomness=random.Random(0))
     engine = modelled_engine(timeout=5.0)
-    engine.audit = audit
+    engine.auditing.audit = audit
     engine.submit(ask("ends", max_tokens=1))
     engine.submit(ask("fails"))
     update = engine.scheduler.update

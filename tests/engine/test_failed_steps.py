@@ -15,6 +15,7 @@ from stillroom.core.kv import Tier
 from stillroom.core.request import FinishReason
 from stillroom.engine.audit import Audit
 from stillroom.engine.events import TokenEvent
+from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.errors import EngineError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
@@ -186,7 +187,7 @@ def test_audit_that_cannot_run_ends_alone(decoder: Decoder, oracle: Oracle) -> N
     fixture.run(question("b", 2))
     while fixture.engine.do_idle_work():
         fixture.finish()
-    assert fixture.engine.audit is not None and fixture.engine.audit.stats.num_audited == 0
+    assert fixture.engine.auditing.audit is not None and fixture.engine.auditing.audit.stats.num_audited == 0
     assert set(fixture.last) == {"a", "b"} and not fixture.engine.has_work
     assert fixture.run(question("c", 3))[0] == oracle.answer(question("c", 3))
 
@@ -199,21 +200,19 @@ def test_failure_of_the_audit_stops_auditing_and_no_answer(
     def broken(event: TokenEvent) -> bool:
         raise ImportError("no module named scipy")
 
-    monkeypatch.setattr(fixture.engine.audit, "observe", broken)
+    monkeypatch.setattr(fixture.engine.auditing.audit, "observe", broken)
     one, other = question("one", 1, 2), question("other", 3)
     fixture.submit(one)
     fixture.submit(other)
     fixture.finish()
     assert [fixture.tokens[each.request_id] for each in (one, other)] == [oracle.answer(each) for each in (one, other)]
-    assert fixture.engine.audit is None
+    assert fixture.engine.auditing.audit is None
 
 
 def audited(decoder: Decoder) -> EngineFixture:
     fixture = new_fixture(decoder, "anywhere")
-    options = AnywhereOptions(1.0, "question")
-    fixture.engine.audit = Audit(
-        options, lambda changed: None, share=1.0, max_disagreement=0.5, randomness=random.Random(1)
-    )
+    level = ReuseLevel(AnywhereOptions(1.0, "question"), lambda changed: None, 0.5)
+    fixture.engine.auditing.audit = Audit(level, share=1.0, randomness=random.Random(1))
     return fixture
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.document import Chunk
+from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import Reason
@@ -40,6 +41,14 @@ class Documents:
         return {
             ChunkId(chunk): tuple(map(ChunkId, document[:place]))
             for document in self.documents
+            for place, chunk in enumerate(document)
+            if chunk in chunk_ids
+        }
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        return {
+            ChunkId(chunk): Chunk(ChunkId(chunk), DocumentId(str(number)), place, "")
+            for number, document in enumerate(self.documents)
             for place, chunk in enumerate(document)
             if chunk in chunk_ids
         }

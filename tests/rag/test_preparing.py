@@ -65,6 +65,18 @@ def test_first_question_finds_the_prepared_documents_also_in_the_next_process(do
     assert f"stillroom_kv_cache_prepared_tokens_total {float(sum(part.num_tokens for part in chunks))}" in shown
 
 
+def test_answers_are_audited_with_their_prompt_and_their_documents(docs: Path, tmp_path: Path) -> None:
+    audited = dataclasses.replace(PREPARED, reuse=dataclasses.replace(PREPARED.reuse, audit_share=1.0))
+    with Stillroom.open(tmp_path / "kb", config=audited) as stillroom:
+        stillroom.add(docs)
+        stillroom.prepare()
+        assert reasons(stillroom, "Who taught Pevin Jimlow ?") == {"prepared"}
+        until(lambda: 'stillroom_audits_total{result="agreed"} 1.0' in stillroom.metrics.render().decode())
+        shown = stillroom.metrics.render().decode()
+    assert 'stillroom_audit_agreements_total{reference="documents"} 1.0' in shown
+    assert "stillroom_audits_without_documents_total 0.0" in shown and "stillroom_placing_suspended 0.0" in shown
+
+
 def test_exact_mode_prepares_the_best_chunk_and_changes_no_token(docs: Path, tmp_path: Path) -> None:
     exact = dataclasses.replace(PREPARED, reuse=ReuseConfig(load="always"))
     with Stillroom.open(tmp_path / "plain", config=exact) as stillroom:

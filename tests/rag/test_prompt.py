@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from stillroom.backends.conversation import Exchange, History, Turn
 from stillroom.backends.openai import OpenAIBackend
 from stillroom.backends.prompt_builder import PromptBuilder, format_for, plain_format
-from stillroom.core.document import Chunk
+from stillroom.core.document import Chunk, ScoredChunk
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import SegmentKind
 from stillroom.errors import ModelError
@@ -118,6 +119,22 @@ def test_server_elsewhere_is_asked_for_citations_behind_the_question() -> None:
     ]
     assert prompts[0] == "Why?"
     assert isinstance(prompts[1], str) and prompts[1].startswith("Why?\n\n") and "[1]" in prompts[1]
+
+
+def test_prompt_of_documents_has_the_same_turns_and_question_behind_them(tokenizer: Tokenizer) -> None:  # noqa: F811
+    texts = {("b", 5): "the fox", ("a", 7): "the dog", ("b", 2): "the quick", ("a", 1): "over the dog"}
+    last_b, last_a, first_b, first_a = (
+        Chunk(ChunkId(number), DocumentId(document), ordinal, text)
+        for number, ((document, ordinal), text) in enumerate(texts.items())
+    )
+    history = History(turns=(Turn(Exchange("the fox?", "the dog"), (ScoredChunk(last_b, 1.0),)),))
+    builder = PromptBuilder(tokenizer, format_for(tokenizer))
+    asked = builder.build([last_a], "the dog?", 1000, history)
+    prompt = builder.build_documents(asked, [last_b, last_a, first_b, first_a])
+    kinds = [segment.kind for segment in prompt.segments]
+    assert kinds == [SegmentKind.SYSTEM, *[SegmentKind.CHUNK] * 4, SegmentKind.TURN, SegmentKind.QUESTION]
+    assert prompt.chunk_ids == tuple(one.chunk_id for one in (first_b, last_b, first_a, last_a))
+    assert set(asked.segments) < set(prompt.segments)
 
 
 def test_chunks_of_one_document_stand_in_its_order_if_asked_for(tokenizer: Tokenizer) -> None:  # noqa: F811

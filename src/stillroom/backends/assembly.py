@@ -254,6 +254,9 @@ def _audit_readings(audit: AuditStats) -> Readings:
     agreed = audit.num_audited - audit.num_disagreed
     return {
         catalogue.AUDITS: {"agreed": agreed, "differed": audit.num_disagreed},
+        catalogue.AUDIT_REFERENCES: {"prompt": audit.num_as_prompt, "documents": audit.num_as_documents},
+        catalogue.AUDITS_WITHOUT_DOCUMENTS: audit.num_without_documents,
         catalogue.AUDIT_BOUND: audit.upper_bound,
-        catalogue.RECOMPUTE_RATIO: 1.0 if audit.options is None else audit.options.level,
+        catalogue.PLACING_SUSPENDED: float(audit.is_suspended),
+        catalogue.RECOMPUTE_RATIO: 1.0 if audit.is_suspended else audit.options.level,
     }

@@ -24,8 +24,10 @@ from stillroom.config.places import cache_root
 from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.engine.audit import Audit
+from stillroom.engine.audit_comparison import DocumentPrompt
 from stillroom.engine.engine import Engine
 from stillroom.engine.preparation import PreparingQueue
+from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.decoder import Decoder
@@ -98,6 +100,7 @@ def build_engine(  # noqa: PLR0913  the parts, once
     kv_folder: Path | None = None,
     tunes_threads: bool = False,
     prepare: PrepareConfig | None = None,
+    document_prompt: DocumentPrompt | None = None,
 ) -> tuple[Engine, KVCache]:
     """Build scheduler, KV cache and runner for a decoder; starts no thread. Raises as `build_backend`.
 
@@ -107,6 +110,8 @@ def build_engine(  # noqa: PLR0913  the parts, once
         profile: costs of computing and loading; None takes the saved one, or measures for about a second.
         tunes_threads: set the number of threads of the process: the configured one, or the fastest.
         prepare: how documents are prepared; None takes the defaults.
+        document_prompt: builds the prompt of an audited answer's documents; None: answers from prepared KV are not
+            audited.
     """
     prepare = prepare or PrepareConfig()
     pool, device = build_device(decoder, config)
@@ -138,19 +143,24 @@ def build_engine(  # noqa: PLR0913  the parts, once
     if profile is not None:
         seconds = decoder.spec.num_layers * prepare.layer_ms / 1000
         limits = replace(limits, preparing_tokens=_tokens_within(profile, seconds, limits))
-    audit = None
-    anywhere = cache.manager.reuse.anywhere if cache.manager.reuse else None
-    if anywhere is not None and reuse.audit_share and not anywhere.only_prepared:
-        audit = Audit(
-            anywhere,
-            cache.manager.allow_anywhere,
-            share=reuse.audit_share,
-            max_disagreement=reuse.max_disagreement,
-            randomness=random.Random(0),
-        )
+    audit = _audit(cache, reuse, document_prompt)
     scheduler = Scheduler(cache.manager, limits, POLICIES[config.scheduling], config.starvation_window)
     engine = Engine(scheduler, runner, clock, config.request_timeout_s, audit, PreparingQueue(prepare.idle_s))
     return engine, replace(cache, audit=audit)
+
+
+def _audit(cache: KVCache, reuse: ReuseConfig, document_prompt: DocumentPrompt | None) -> Audit | None:
+    """Return the audit of answers with placed KV; None if none is placed, or none of them shall be audited."""
+    manager = cache.manager
+    anywhere = manager.reuse.anywhere if manager.reuse else None
+    if anywhere is None or not reuse.audit_share or (anywhere.only_prepared and document_prompt is None):
+        return None
+    return Audit(
+        ReuseLevel(anywhere, manager.allow_anywhere, reuse.max_disagreement),
+        share=reuse.audit_share,
+        randomness=random.Random(0),
+        document_prompt=document_prompt if anywhere.only_prepared else None,
+    )
 
 
 def _tokens_within(profile: CostProfile, seconds: float, limits: SchedulerLimits) -> int:

@@ -226,8 +226,7 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
         ConfigError: the device does not exist, or the KV budget is too small for the model or too large for the
             device.
     """
-    model, engine, cache, num_threads = run_in_short_lived_thread(lambda: _built(config, clock, kb_folder))
-    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer), config.generation.chunk_order)
+    model, prompts, engine, cache, num_threads = run_in_short_lived_thread(lambda: _built(config, clock, kb_folder))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
     running = AsyncEngine(engine, config.runtime.max_waiting)
     running.run(lambda _: torch.set_num_threads(num_threads))  # torch keeps this setting per thread
@@ -244,9 +243,12 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
     )
 
 
-def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tuple[LoadedModel, Engine, KVCache, int]:
-    """Model, engine, cache and the number of threads to compute with."""
+def _built(
+    config: StillroomConfig, clock: Clock, kb_folder: Path | None
+) -> tuple[LoadedModel, PromptBuilder, Engine, KVCache, int]:
+    """Model, its prompts, engine, cache and the number of threads to compute with."""
     model = load_configured(config.runtime)
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer), config.generation.chunk_order)
     engine, cache = build_engine(
         model.decoder,
         config.runtime,
@@ -256,5 +258,6 @@ def _built(config: StillroomConfig, clock: Clock, kb_folder: Path | None) -> tup
         kv_folder=None if kb_folder is None else kb_folder / KV_FOLDER,
         tunes_threads=True,
         prepare=config.prepare,
+        document_prompt=prompts.build_documents,
     )
-    return model, engine, cache, torch.get_num_threads()
+    return model, prompts, engine, cache, torch.get_num_threads()

@@ -223,6 +223,16 @@ class PromptBuilder:
         earlier, new = without(num_turns_to_drop(len(history.turns), fits))
         return SegmentedPrompt((system, *earlier, *self._fitting(new, room - _num_tokens(earlier)), last))
 
+    def build_documents(self, prompt: SegmentedPrompt, chunks: Sequence[Chunk]) -> SegmentedPrompt:
+        """Return a prompt with other chunks, all of them before its earlier turns and its question.
+
+        Args:
+            prompt: as `build` made it.
+            chunks: ordered by document as the first of each document, and within it as they stand there.
+        """
+        system, *others = (segment for segment in prompt.segments if segment.chunk_id is None)
+        return SegmentedPrompt((system, *map(self._chunk, in_document_order(chunks)), *others))
+
     def _turns(self, history: History, chunks: Sequence[Chunk]) -> tuple[list[Segment], list[Chunk]]:
         """The segments of earlier turns, and the chunks that no earlier turn has."""
         *earlier, new = new_chunks(history.turns, chunks)

@@ -103,10 +103,12 @@ class ReuseConfig:
     `received`: most attended (H2O). `deviation`: values differ most in an early layer (CacheBlend). `first`: first of
     each document (EPIC). `random`. All but `question` are for comparison."""
     audit_share: Share = 0.02
-    """With `anywhere`: share of such answers that is compared with a full prefill while the engine is idle. 0: none."""
+    """With `anywhere` and `prepared`: share of such answers that is compared with a full prefill while the engine is
+    idle: of its prompt and, with `prepared`, of its documents. 0: none."""
     max_disagreement: Share = 0.25
-    """Share of audited answers whose first tokens may differ. If more differ with confidence, the recompute ratio is
-    doubled, and in the end only exact prefixes are reused. If fewer than half of it do, the ratio is lowered again."""
+    """Share of audited answers whose first tokens may differ from every full prefill. If more differ with confidence,
+    the recompute ratio is doubled, and in the end only exact prefixes are reused; with `prepared` at once. If fewer
+    than half of it do, that is taken back."""
     host_bytes: AtLeastZero = 2 * 1024**3
     """Host memory for KV evicted from the device (`runtime.kv_bytes`); allocated as it fills. 0: none."""
     disk_bytes: AtLeastZero = 4 * 1024**3

@@ -168,6 +168,11 @@ class Request(SampleRequest):
     """Not empty: the prompt is a part of a document, computed to keep the KV of these of its chunks for later prompts:
     in the document's context with `reuse.mode = "prepared"`, else as the beginning of prompts. Nothing of it counts as
     use."""
+    most_exact: int | None = None
+    """Most pieces at the beginning of the prompt whose kept exact KV may be used; None: all. Limited in audits, which
+    ask what an earlier admission would have placed."""
+    is_background: bool = False
+    """Runs while the engine is idle, and makes way for questions: its steps are short."""
     constraint: TokenConstraint | None = None
     """State at the beginning of an answer; sequences advance copies of it."""
 

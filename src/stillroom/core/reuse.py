@@ -27,6 +27,8 @@ class Reason(StrEnum):
     PREPARED = "prepared"
     """Reused from its document's context: it was computed behind the chunks before it in its document. No token is
     recomputed."""
+    SUSPENDED = "suspended by audits"
+    """Prepared KV of it is kept, and answers use none since too many audited answers differed."""
     SHARED = "computed by another sample"
     """Samples of one request share the prompt of the first."""
     TAIL = "always computed"

@@ -5,11 +5,12 @@ KV is stored on disk and with the tenant's next question.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
+from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.errors import KnowledgeBaseNotFoundError
 
@@ -42,6 +43,10 @@ class CorpusView(Protocol):
 
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return the chunks before each of these in its document now, in order, at most the last `limit`."""
+        ...
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """Return the chunks of these ids; removed chunks are absent."""
         ...
 
 
@@ -133,6 +138,18 @@ class Corpora:
                 return one.corpus.chunks_before(chunk_ids, limit)
             except Exception:  # the question is answered without prepared KV
                 logger.exception("the documents of a question's chunks cannot be read; no prepared KV is used for it")
+                return {}
+
+    def chunks(self, salt: str, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """As `CorpusView.chunks`, of the corpus of a salt; empty if that cannot be read."""
+        with self._lock:
+            one = self._followed.get(salt)
+            if one is None or one.seen == _GONE:
+                return {}
+            try:
+                return one.corpus.chunks(chunk_ids)
+            except Exception:  # the audit leaves the documents out
+                logger.exception("the documents of an audited answer cannot be read")
                 return {}
 
 

@@ -13,6 +13,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from stillroom.engine.audit import Audit
+from stillroom.engine.auditing import Auditing
 from stillroom.engine.corpora import Corpora, CorpusView, Existing
 from stillroom.engine.deadlines import Deadlines
 from stillroom.engine.events import TokenEvent
@@ -50,10 +51,9 @@ class Engine:
             audit: audit of answers from placed KV, if any.
             preparation: when preparing prompts run; None: as soon as the engine is idle.
         """
-        self.audit = audit
         self._preparation = preparation or PreparingQueue(0.0)
         self.should_stop: Callable[[], bool] | None = None
-        """Whether a preparing step shall end before its last layer, because a command waits."""
+        """Whether a step of idle work shall end before its last layer, because a command waits."""
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
@@ -64,6 +64,7 @@ class Engine:
         self._events: list[TokenEvent] = []  # not returned yet
         self._deadlines = Deadlines(timeout_seconds)
         self._corpora = Corpora()
+        self.auditing = Auditing(audit, scheduler, self._corpora)
         self._caught_up_at = float("-inf")
 
     @property
@@ -109,11 +110,8 @@ class Engine:
         if now - self._caught_up_at >= _CATCH_UP_SECONDS:
             self.catch_up()
         self._interrupt_preparation(now)
-        self._add(request, *samples, now=now)
-        if self.audit is not None:
-            self._interrupt_audit()
-            for one in (request, *samples):
-                self.audit.on_submit(one)
+        self._add(*map(self.auditing.restricted, (request, *samples)), now=now)
+        self.auditing.on_submit(request, *samples)
         for one in (request, *samples):
             self._deadlines.begin(one, now)
 
@@ -194,9 +192,7 @@ class Engine:
 
     def abandon_audit(self) -> None:
         """Abort and drop the running audit, after a step failed."""
-        running = None if self.audit is None else self.audit.abandon()
-        if running is not None:
-            self.scheduler.abort(running)
+        self.auditing.abandon()
 
     def abandon_preparation(self, error: Exception) -> None:
         """Abort and end the preparing prompts, after a step failed or because the engine stops."""
@@ -236,7 +232,7 @@ class Engine:
         batch = self.scheduler.schedule(self.clock.monotonic())
         if batch is None:
             return
-        if [entry.request_id for entry in batch.sequences] == [self._preparation.running_id]:
+        if len(batch.sequences) == 1 and batch.sequences[0].request_id in self._stoppable_ids:
             batch = replace(batch, should_stop=self.should_stop)
         began = self.clock.monotonic()
         try:
@@ -280,19 +276,17 @@ class Engine:
                 self._deadlines.end(event.request_id)
             if self._preparation.observe(event):
                 continue
+            if self.auditing.observe(event):
+                continue
             if event.finish_reason is not None:
                 self._preparation.busy_until = now
-            if not self._observe_audit(event):
-                yield event
+            yield event
 
     def _do_idle_work(self) -> bool:
         self.catch_up()
         if self.scheduler.kv.store_next():
             return True
-        shadow = None if self.audit is None else self.audit.next()
-        if shadow is not None:
-            self._add(shadow, now=0.0)
-        return shadow is not None or self._begin_preparing()
+        return self.auditing.begin(lambda one: self._add(one, now=0.0)) or self._begin_preparing()
 
     def _begin_preparing(self) -> bool:
         """Start the preparing prompt that waits, or end it once its KV is stored as far as it fits; False if there is
@@ -331,20 +325,13 @@ class Engine:
         event = TokenEvent(request_id, None, FinishReason.ABORTED, self.clock.monotonic(), error)
         self._deadlines.end(request_id)
         self._suspects.clear(request_id)
-        is_own = self._preparation.observe(event) or self._observe_audit(event)
+        is_own = self._preparation.observe(event) or self.auditing.observe(event)
         return event, self.scheduler.abort(request_id), is_own
 
-    def _observe_audit(self, event: TokenEvent) -> bool:
-        """Pass an event to the audit; returns whether it belongs to one. If that fails, auditing stops."""
-        if self.audit is None:
-            return False
-        try:
-            return self.audit.observe(event)
-        except Exception:
-            logger.exception("the audit of placed KV failed; nothing is audited until the next start")
-            self.abandon_audit()
-            self.audit = None
-            return False
+    @property
+    def _stoppable_ids(self) -> tuple[RequestId | None, ...]:
+        """The requests of which a step may stop before its last layer, because other work came."""
+        return self._preparation.running_id, self.auditing.stoppable_id
 
     def _add(self, request: Request, *samples: Request, now: float) -> None:
         """Queue a request, and drop KV of documents that were removed since the last `catch_up`."""
@@ -359,22 +346,11 @@ class Engine:
 
     def _forget_chunks(self, existing: Existing, salt: str) -> None:
         self.scheduler.forget_chunks(existing, salt)
-        self._forget_audits(existing, salt)
+        self.auditing.forget(existing, salt)
 
     def _forget_all(self, salt: str) -> None:
         self.scheduler.forget_owner(salt)
-        self._forget_audits(lambda _: set(), salt)
-
-    def _forget_audits(self, existing: Existing, salt: str) -> None:
-        running = None if self.audit is None else self.audit.forget_chunks(existing, salt)
-        if running is not None:
-            self.scheduler.abort(running)
-
-    def _interrupt_audit(self) -> None:
-        """Abort the running audit, to run again when the engine is idle."""
-        running = None if self.audit is None else self.audit.interrupt()
-        if running is not None:
-            self.scheduler.abort(running)
+        self.auditing.forget(lambda _: set(), salt)
 
     def _expire(self) -> list[TokenEvent]:
         """Restart or end the requests whose deadline has passed; returns the events of those that end."""

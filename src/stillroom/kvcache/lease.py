@@ -43,6 +43,8 @@ class Lease:
     """Report of the first admission, or of the last if chunks were placed; None before."""
     may_place: bool = True
     """Whether KV of other positions may be used."""
+    most_exact: int | None = None
+    """Most pieces at its beginning whose kept exact KV may be used; None: all."""
     may_see: MaySee | None = None
     """Which chunks outside the prompt such KV may have seen; None: every chunk of the tenant."""
     before: Mapping[ChunkId, tuple[ChunkId, ...]] = field(default_factory=dict)

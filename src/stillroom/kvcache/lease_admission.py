@@ -58,7 +58,7 @@ def plan_admission(reuse: Reuse, lease: Lease, num_tokens: int) -> AdmissionPlan
     """
     tree = reuse.tree
     is_in_document = lease.prepares and reuse.anywhere is not None and reuse.anywhere.only_prepared
-    matched = prepared_path(tree, lease) if is_in_document else tree.match(lease.pieces)
+    matched = prepared_path(tree, lease) if is_in_document else tree.match(lease.pieces[: lease.most_exact])
     bytes_per_token = tree.options.bytes_per_token
     end = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
     placements = plan_for(tree, lease, end, reuse.anywhere, always_loads=reuse.always_loads)

@@ -57,6 +57,7 @@ class KVCacheManager:
         salt: str = "",
         *,
         may_place: bool = True,
+        most_exact: int | None = None,
         may_see: MaySee | None = None,
         before: Mapping[ChunkId, tuple[ChunkId, ...]] | None = None,
         prepares: frozenset[ChunkId] = frozenset(),
@@ -65,6 +66,7 @@ class KVCacheManager:
 
         Args:
             may_place: whether KV of other contexts may be used.
+            most_exact: as in `Request`.
             may_see: which chunks such KV may have seen; None: every chunk of the tenant.
             before: as in `Request`.
             prepares: as in `Request`.
@@ -76,6 +78,7 @@ class KVCacheManager:
             table,
             pieces,
             may_place=may_place and not prepares,
+            most_exact=most_exact,
             may_see=may_see,
             before=before or {},
             prepares=prepares,

@@ -62,7 +62,10 @@ class AdmissionReuse:
             return None, Reason.RECORD_FAILED
         if tree.was_evicted(piece):
             return None, Reason.EVICTED
-        return None, Reason.ORDER_DIFFERS if tree.variants(piece.content) else Reason.NEVER_SEEN
+        variants = tree.variants(piece.content)
+        if not lease.may_place and any(node.document_path for node in variants):
+            return None, Reason.SUSPENDED
+        return None, Reason.ORDER_DIFFERS if variants else Reason.NEVER_SEEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,8 @@ class Scheduler:
 
     def _at_most(self, sequence: Sequence, budget: int) -> int:
         """The part of a step's tokens that a sequence may take."""
-        return min(budget, self.limits.preparing_tokens) if sequence.request.prepares else budget
+        request = sequence.request
+        return min(budget, self.limits.preparing_tokens) if request.prepares or request.is_background else budget
 
     def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
         """Record that a step ran; returns an update for each sequence that sampled a token.
@@ -269,6 +270,7 @@ class Scheduler:
             num_tokens,
             request.cache_salt,
             may_place=request.may_place,
+            most_exact=request.most_exact,
             may_see=request.may_see,
             before=request.before,
             prepares=request.prepares,

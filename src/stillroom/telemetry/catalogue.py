@@ -140,12 +140,28 @@ KV_UNFOCUSED = MetricSpec(
     "stillroom_kv_cache_unfocused_total", "counter", "Placed documents that the question did not attend to."
 )
 AUDITS = MetricSpec(
-    "stillroom_audits_total", "counter", "Answers from placed documents compared with a full prefill.", ("result",)
+    "stillroom_audits_total", "counter", "Answers from placed documents compared with full prefills.", ("result",)
+)
+AUDIT_REFERENCES = MetricSpec(
+    "stillroom_audit_agreements_total",
+    "counter",
+    "Audited answers that agree with a full prefill of their prompt, or of their documents (prepared documents only).",
+    ("reference",),
+)
+AUDITS_WITHOUT_DOCUMENTS = MetricSpec(
+    "stillroom_audits_without_documents_total",
+    "counter",
+    "Audited answers whose documents were too long together, or changed meanwhile, for a full prefill.",
 )
 AUDIT_BOUND = MetricSpec(
     "stillroom_audit_disagreement_bound_ratio",
     "gauge",
-    "Upper bound, with 95 % confidence, on the share of such answers that differ.",
+    "Upper bound, with 95 % confidence, on the share of such answers that agree with no full prefill.",
+)
+PLACING_SUSPENDED = MetricSpec(
+    "stillroom_placing_suspended",
+    "gauge",
+    "Whether too many audited answers differed, so that answers use exact prefixes only; 1: yes.",
 )
 RECOMPUTE_RATIO = MetricSpec(
     "stillroom_recompute_ratio",

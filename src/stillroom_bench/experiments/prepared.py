@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from stillroom.config.settings import PrepareConfig, ReuseConfig
+from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt
@@ -54,6 +55,10 @@ class BenchDocuments:
 
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         return {one: tuple(map(ChunkId, range(one - one % self._length, one))) for one in chunk_ids}
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """Return nothing: the benchmark audits no answers."""
+        return {}
 
 
 def run_prepared(

@@ -53,7 +53,10 @@ class AnywhereOptions:
         return self.recompute_ratio if self.alpha is None else min(1.0, self.alpha * reusability.overhead)
 
     def next_safer(self) -> "AnywhereOptions | None":
-        """Return options that recompute twice as much; None where computing everything is as fast."""
+        """Return options that recompute twice as much; None where computing everything is as fast, and for prepared
+        copies, of which nothing is recomputed."""
+        if self.only_prepared:
+            return None
         if self.alpha is not None:
             alpha = 2 * self.alpha or 1.0
             return None if alpha > _LARGEST_ALPHA else replace(self, alpha=alpha)

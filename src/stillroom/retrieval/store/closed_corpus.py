@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.errors import CorruptKnowledgeBaseError, KnowledgeBaseNotFoundError, StorageError
 from stillroom.retrieval.store import sql_rows
@@ -59,6 +60,10 @@ class ClosedCorpus:
 
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return nothing: no question comes from a knowledge base that is not open."""
+        return {}
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """Return nothing, as `chunks_before`."""
         return {}
 
     def _read_state(self) -> tuple[str, int]:

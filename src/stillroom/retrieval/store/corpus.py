@@ -174,7 +174,7 @@ class Corpus:
     def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:
         """Return the chunks of these ids; removed chunks are absent."""
         found: dict[ChunkId, Chunk] = {}
-        for row in self._select_in(sql_rows.SELECT_CHUNKS, chunk_ids):
+        for row in self._select_in(sql_rows.SELECT_CHUNKS, chunk_ids, self._quick_reading):
             chunk = sql_rows.chunk(row)
             found[chunk.chunk_id] = chunk
         return found
