@@ -226,8 +226,7 @@ def test_wrong_kv_suspends_placing_until_it_is_right_again(decoder: Decoder, cap
     while fixture.is_suspended():
         number += 1
         assert fixture.ask_about(number) == [Reason.SUSPENDED]
-    assert fixture.stats.num_audited - num_bad == number - last, "each of them was audited"
-    assert fixture.stats.num_audited - num_bad <= 150
+        assert fixture.stats.num_audited - num_bad == number - last <= 150, "each of them is audited"
     assert "used again" in caplog.text and fixture.cache.readings()[catalogue.PLACING_SUSPENDED] == 0.0
     assert fixture.ask_about(number + 1) == [Reason.PREPARED]
 
