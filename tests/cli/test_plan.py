@@ -62,6 +62,7 @@ def test_plan_for_an_index_that_cannot_be_split(run: Run, kb: Path) -> None:
     assert found.code == 0
     assert "Met: p95 of at most 1 min 40 s at 2/s" in found.out and "What to get next" in found.out
     assert "The index (flat) cannot be split, so the plan covers KV only." in found.out
+    assert "Preparing: 4 chunks in 2 documents." in found.out and "100% of the chunks" in found.out
     assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them better" in found.out
 
 
@@ -158,6 +159,7 @@ def test_apply_writes_what_was_planned(run: Run, kb: Path) -> None:
     assert "stillroom.toml: reuse.host_bytes = 3145728 (was 1)" in first.out
     assert "stillroom.toml: runtime.kv_bytes = 67108864 (was not set)" in first.out
     assert "stillroom.toml has these values already" in again.out
+    assert "mode" not in Path("stillroom.toml").read_text(), "answers may change with another mode"
     assert Path("stillroom.toml").read_text().startswith("# ours\n[reuse]\n")
     loaded = load_config(env={})
     assert (loaded.reuse.host_bytes, loaded.reuse.disk_bytes) == (3 * 2**20, 5 * 2**20)
@@ -165,6 +167,7 @@ def test_apply_writes_what_was_planned(run: Run, kb: Path) -> None:
 
 
 def test_validate_runs_the_workload(run: Run, kb: Path, tmp_path: Path) -> None:
+    Path("stillroom.toml").write_text('[reuse]\nmode = "prepared"\n')
     asked = tmp_path / "asked.txt"
     asked.write_text(f"{QUESTION}\n{QUESTION}\nWho is it?\n")
     log = TraceLog(kb / TRACE_FILE, keep=1)
@@ -172,8 +175,11 @@ def test_validate_runs_the_workload(run: Run, kb: Path, tmp_path: Path) -> None:
     log.close()
     flags = ("--questions", asked, "--rate", 50, "--validate", "--json")
 
-    found = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL).json["validation"]
+    planned = run("plan", "--slo-ttft", "100s", "--kb", kb, *flags, *SMALL).json
 
+    assert planned["preparing"]["mode"] == "prepared" and planned["preparing"]["budgets"][-1]["chunks"] == 4
+    found = planned["validation"]
+    assert found["measured"]["kept_share"] == pytest.approx(found["predicted"]["kept_share"], abs=0.01)
     assert found["measured"].keys() <= found["predicted"].keys()
     assert 0 < found["measured"]["p50_seconds"] <= found["measured"]["p99_seconds"]
     assert [request_id for request_id, _, _ in log.recent(9)] == ["req-1"], (

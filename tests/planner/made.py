@@ -1,13 +1,17 @@
 """Synthetic plan inputs: no model, no index, no file."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig
-from stillroom.core.document import SearchResult
+from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
+from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.kv import Tier
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.planner.documents import PlannedDocument, PlannedDocuments
 from stillroom.planner.inputs import DivisibleIndex, ObservedQuestion, PlanInputs
 from stillroom.planner.simulation.simulated_runtime import HardwareModel
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
@@ -26,6 +30,8 @@ PLANT = HardwareModel(
     max_model_len=400,
     max_seqs=2,
 )
+
+FRAME = SegmentedPrompt((Segment(SegmentKind.SYSTEM, (1,) * 16), Segment(SegmentKind.QUESTION, (2, 3))))
 
 
 def make_inputs(  # noqa: PLR0913  what tests vary
@@ -79,7 +85,45 @@ def make_inputs(  # noqa: PLR0913  what tests vary
         "ivf_pq" if has_lists else "flat",
         "made",
         True,
+        PlannedDocuments((), FRAME),
     )
+
+
+def with_documents(
+    made: PlanInputs, found: Sequence[Sequence[int]], *, num_chunks: int = 4, num_tokens: int = 16
+) -> PlanInputs:
+    """The same over documents of `num_chunks` chunks each, the last the newest.
+
+    Args:
+        found: chunks, numbered through all documents, that each question finds.
+    """
+    rng = np.random.default_rng(1)
+    num_documents = max(map(max, found)) // num_chunks + 1
+    chunks = [
+        Segment(SegmentKind.CHUNK, tuple(rng.integers(2, 90, size=num_tokens).tolist()), ChunkId(number))
+        for number in range(num_documents * num_chunks)
+    ]
+    documents = tuple(
+        PlannedDocument(
+            DocumentInfo(DocumentId(f"d{at}"), "", num_chunks, 1, float(at)),
+            tuple(chunks[at * num_chunks : (at + 1) * num_chunks]),
+        )
+        for at in range(num_documents)
+    )
+    observed = tuple(
+        ObservedQuestion(
+            (FRAME.segments[0].token_ids, *(chunks[at].token_ids for at in numbers), (2, 3, question)),
+            SearchResult(tuple(_scored(at, num_chunks) for at in numbers), 0.001, 0.002),
+            0.001,
+            tuple(map(ChunkId, numbers)),
+        )
+        for question, numbers in enumerate(found)
+    )
+    return replace(made, found=observed, documents=PlannedDocuments(documents, FRAME))
+
+
+def _scored(number: int, num_chunks: int) -> ScoredChunk:
+    return ScoredChunk(Chunk(ChunkId(number), DocumentId(f"d{number // num_chunks}"), number % num_chunks, ""), 1.0)
 
 
 def with_costs(made: PlanInputs, seconds_per_token: float) -> PlanInputs:

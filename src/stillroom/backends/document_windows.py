@@ -59,7 +59,7 @@ class DocumentWindows:
         """Return the windows of a document, given all of its chunks in order. Chunks that are too long are in none."""
         lengths = [len(segment.token_ids) for segment in self._prompt(chunks).segments[1:-1]]
         empty = self._prompt(()).num_tokens
-        room = min(self.config.window_tokens or DEFAULT_WINDOW_TOKENS, self.max_tokens - 1) - empty
+        room = longest_window(self.config, self.max_tokens) - empty
         if not self.cache.manager.uses_prepared:
             return [
                 DocumentWindow((chunk,), 0) for chunk, length in zip(chunks, lengths, strict=True) if length <= room
@@ -117,6 +117,11 @@ class DocumentWindows:
 
     def _prompt(self, chunks: Sequence[Chunk]) -> SegmentedPrompt:
         return self.prompts.build(chunks, "", None)
+
+
+def longest_window(config: PrepareConfig, max_tokens: int) -> int:
+    """Return the most tokens of a preparing prompt, if a prompt has at most `max_tokens`."""
+    return min(config.window_tokens or DEFAULT_WINDOW_TOKENS, max_tokens - 1)
 
 
 def cut_windows(lengths: Sequence[int], room: int, overlap: float) -> list[tuple[int, int, int]]:

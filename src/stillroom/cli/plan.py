@@ -37,9 +37,9 @@ HELP = help_text(
     "Split device, host and disk memory between vector index and kept KV to meet a latency target.",
     "It times searches for the workload's questions, takes the model's costs (stillroom calibrate), and simulates the "
     "workload with the engine's own scheduler and caches for every split of a grid. It prints the best split with the "
-    "predicted times to the first token, the rate it sustains, the effect of halving or doubling each part, and what "
-    "to buy next. If no split meets the target, it prints why and by how much, and the exit code is 1. Method: "
-    "docs/planning.md.",
+    "predicted times to the first token, the rate it sustains, the effect of halving or doubling each part, what to "
+    "buy next, and what preparing documents gains. If no split meets the target, it prints why and by how much, and "
+    "the exit code is 1. Method: docs/planning.md.",
     "Questions come from --questions, else from the request log, else from the documents. Write sizes as 512MiB or "
     "4GiB, times as 300ms or 1.5s.",
     examples=(
@@ -252,7 +252,8 @@ def _validate(  # noqa: PLR0913
     loaded = opening.load_settings(config, {"runtime.model": model, **values})
     with opening.open_stillroom(kb, loaded) as opened:
         opened.records.stop()  # keep the workload out of the request log
-        measured = measure(opened, inputs.texts, inputs.workload, answer_tokens, SystemClock())
+        prepares = loaded.reuse.mode == "prepared"
+        measured = measure(opened, inputs.texts, inputs.workload, answer_tokens, SystemClock(), prepares=prepares)
     if not as_json:
         show_validation(predicted, measured)
     return {"predicted": predicted.as_json(), "measured": measured.as_json()}

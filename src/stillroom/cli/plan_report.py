@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stillroom.cli.console import count, duration, line, size
+from stillroom.cli.preparing_report import show_preparing
 
 if TYPE_CHECKING:
     from stillroom.planner.choice import Option
@@ -36,6 +37,8 @@ def show(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer
     line(f"{'What to get next, best first':<{_WIDTH}}  {name:>8}")
     for effect in plan.purchases:
         _show_effect(effect, plan)
+    line()
+    show_preparing(plan.preparing)
 
 
 def _show_inputs(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:

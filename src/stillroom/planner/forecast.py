@@ -17,9 +17,13 @@ from stillroom.config.settings import ReuseMode, SearchMode
 from stillroom.core.document import SearchResult
 from stillroom.errors import PromptTooLongError
 from stillroom.kvcache.tree.cost_model import CostProfile
+from stillroom.kvstore.files import size_on_disk
+from stillroom.planner.documents import NOTHING_PREPARED, PreparedDocuments, all_windows, first_chunks, within
 from stillroom.planner.inputs import SEARCH_BATCH, PlanInputs
 from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom.planner.splits import Split
+from stillroom.rag.document_demand import DocumentDemand
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.tiers.division import Division, hottest_in_ram, hottest_on_devices
 from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
@@ -58,6 +62,10 @@ class Variation:
     speed: float = 1.0
     """Factor on the speed of the decoder."""
     reuse: ReuseMode | None = None
+    prepared: float = 1.0
+    """Factor on `prepare.disk_bytes`, with `reuse.mode = "prepared"`."""
+    prepared_chunks: int | None = None
+    """Prepare this many chunks, with room of their own on disk, whatever `prepare.disk_bytes` says."""
     is_alone: bool = False
     """Ask each question when the previous one is answered."""
     at_once: bool = False
@@ -82,6 +90,8 @@ class Forecast:
     """Share of probed lists that are on devices."""
     cached_share: float
     """Share of questions that the query cache answered."""
+    prepared: PreparedDocuments
+    """What was prepared between the warm-up requests and these."""
 
     def percentile(self, percent: float) -> float:
         """Return a percentile of the time to first token, in seconds."""
@@ -112,6 +122,7 @@ class Forecaster:
         self.inputs = inputs
         self._divisions: dict[tuple[int, int], Division] = {}
         self._known: dict[tuple[Split, Variation], Forecast] = {}
+        self._windows: dict[int, PreparedDocuments] = {}
 
     @property
     def list_bytes(self) -> int:
@@ -164,19 +175,7 @@ class Forecaster:
     def _run(self, split: Split, variation: Variation) -> Forecast:
         inputs = self.inputs
         workload = inputs.workload
-        reuse = replace(inputs.policy.reuse, host_bytes=split.host_kv, disk_bytes=split.disk_kv)
-        if variation.reuse is not None:
-            reuse = replace(reuse, mode=variation.reuse)
-        hardware = replace(
-            inputs.hardware, device_bytes=split.device_kv, costs=_faster(inputs.hardware.costs, variation.speed)
-        )
-        if hardware.device_bytes < hardware.bytes_per_token * hardware.block_size:
-            raise PromptTooLongError(
-                f"{split.device_kv} bytes hold no KV block of {hardware.block_size} tokens; raise runtime.kv_bytes"
-            )
-        runtime = SimulatedRuntime(hardware, replace(inputs.policy, reuse=reuse))
-        if reuse.keeps_kv:
-            runtime.ask([inputs.found[number].prompt for number in workload.warm])
+        runtime, prepared = self._warm_runtime(split, variation)
         search = self._search_seconds(split, variation)
         prompts = [inputs.found[number].prompt for number in workload.asked]
         if variation.is_alone:
@@ -199,7 +198,55 @@ class Forecaster:
             outcome.num_kept_tokens / max(1, outcome.num_tokens),
             *self._hit_rates(split, variation.probes),
             float(self._is_cached.mean()),
+            prepared,
         )
+
+    def _warm_runtime(self, split: Split, variation: Variation) -> tuple[SimulatedRuntime, PreparedDocuments]:
+        """Return an engine that has answered the warm-up requests and then prepared documents."""
+        inputs = self.inputs
+        hardware = replace(
+            inputs.hardware, device_bytes=split.device_kv, costs=_faster(inputs.hardware.costs, variation.speed)
+        )
+        if hardware.device_bytes < hardware.bytes_per_token * hardware.block_size:
+            raise PromptTooLongError(
+                f"{split.device_kv} bytes hold no KV block of {hardware.block_size} tokens; raise runtime.kv_bytes"
+            )
+        policy, prepared = self._policy(split, variation)
+        runtime = SimulatedRuntime(hardware, policy, documents=inputs.documents.read)
+        if policy.reuse.keeps_kv:
+            runtime.ask([inputs.found[number].prompt for number in inputs.workload.warm])
+        return runtime, prepared.first(runtime.prepare(prepared.prompts))
+
+    def _policy(self, split: Split, variation: Variation) -> tuple[EnginePolicy, PreparedDocuments]:
+        """Return the engine's policy, and what it has room to prepare."""
+        inputs = self.inputs
+        reuse = replace(inputs.policy.reuse, host_bytes=split.host_kv, disk_bytes=split.disk_kv)
+        if variation.reuse is not None:
+            reuse = replace(reuse, mode=variation.reuse)
+        if reuse.mode != "prepared" or inputs.documents.refusal:
+            return replace(inputs.policy, reuse=reuse), NOTHING_PREPARED
+        prepare, windows = inputs.policy.prepare, self.windows(split.device_kv)
+        prepare = replace(prepare, disk_bytes=int(variation.prepared * prepare.disk_bytes))
+        if variation.prepared_chunks is None:
+            on_disk, on_host = min(prepare.disk_bytes, split.disk_kv), min(prepare.host_bytes, split.host_kv)
+            prepared = within(windows, on_disk if split.disk_kv else on_host)
+        else:
+            prepared = first_chunks(windows, variation.prepared_chunks, inputs.hardware)
+            prepare = replace(prepare, disk_bytes=prepared.num_bytes)
+            system = inputs.documents.frame.segments[0].token_ids
+            added = prepared.num_bytes + size_on_disk(len(system) * inputs.hardware.bytes_per_token)
+            reuse = replace(reuse, disk_bytes=split.disk_kv + added)
+        return replace(inputs.policy, reuse=reuse, prepare=prepare), prepared
+
+    def windows(self, device_kv: int) -> PreparedDocuments:
+        """Return what preparing all documents takes, with this much device memory for KV."""
+        if device_kv not in self._windows:
+            inputs, demand = self.inputs, DocumentDemand()
+            for number in (*inputs.workload.searched, *inputs.workload.warm):
+                demand.add(scored.chunk.document_id for scored in inputs.found[number].result.results)
+            hardware = replace(inputs.hardware, device_bytes=device_kv)
+            self._windows[device_kv] = all_windows(inputs.documents, demand, hardware, inputs.policy.prepare)
+        return self._windows[device_kv]
 
     @cached_property
     def _is_cached(self) -> NDArray[np.bool_]:

@@ -12,10 +12,15 @@ from numpy.typing import NDArray
 
 from stillroom.backends.assembly import kv_shape
 from stillroom.backends.engine_building import measured_costs
+from stillroom.backends.placement_check import check_placement
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import QueryCacheConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import SearchResult
+from stillroom.core.ids import ChunkId
+from stillroom.errors import ConfigError
+from stillroom.models.decoder import Decoder
+from stillroom.planner.documents import PlannedDocuments, read_documents
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
 from stillroom.planner.workload import PlannedWorkload, QuestionCounts
@@ -51,6 +56,8 @@ class ObservedQuestion:
     """Includes the times of embedding and searching."""
     dense_seconds: float
     """The part spent in the dense index, with every list in RAM."""
+    chunk_ids: tuple[ChunkId, ...] = ()
+    """Chunks of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +94,8 @@ class PlanInputs:
     model_name: str
     is_calibrated: bool
     """Whether the costs come from `stillroom calibrate` and not from a quick pass."""
+    documents: PlannedDocuments
+    """What may be prepared."""
 
 
 def measure_inputs(  # noqa: PLR0913
@@ -137,7 +146,9 @@ def measure_inputs(  # noqa: PLR0913
     if lists is not None:
         index = _index_lists(kb, lists, questions, workload, on_phase)
         index = _with_devices(index, kb, lists, config, questions, model.decoder.device, on_phase)
-    policy = EnginePolicy(reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window)
+    policy = EnginePolicy(
+        reuse=config.reuse, scheduling=runtime.scheduling, window=runtime.starvation_window, prepare=config.prepare
+    )
     prompts_of_warm = [found[number].prompt for number in workload.warm]
     return PlanInputs(
         replace(hardware, step_seconds=_deciding_seconds(hardware, policy, prompts_of_warm)),
@@ -150,7 +161,26 @@ def measure_inputs(  # noqa: PLR0913
         kb.index_config.kind,
         model.name,
         costs.is_calibrated,
+        _documents(kb, prompts, found, model.decoder, runtime.block_size, on_phase),
     )
+
+
+def _documents(
+    kb: KnowledgeBase,
+    prompts: PromptBuilder,
+    found: Sequence[ObservedQuestion],
+    decoder: Decoder,
+    block_size: int,
+    on_phase: Callable[[str], None],
+) -> PlannedDocuments:
+    on_phase("reading documents")
+    refusal = ""
+    try:
+        check_placement(decoder, block_size)
+    except ConfigError as error:
+        refusal = str(error)
+    returned = {scored.chunk.document_id for one in found for scored in one.result.results}
+    return read_documents(kb, prompts, returned, refusal)
 
 
 def _deciding_seconds(hardware: HardwareModel, policy: EnginePolicy, prompts: Sequence[Prompt]) -> float:
@@ -184,7 +214,7 @@ def _search(  # noqa: PLR0913
             dense_seconds = min(clock.monotonic() - began, result.search_seconds)
         prompt = prompts.build([scored.chunk for scored in result.results], text, max_tokens)
         parts = tuple(segment.token_ids for segment in prompt.segments)
-        found.append(ObservedQuestion(parts, result, dense_seconds))
+        found.append(ObservedQuestion(parts, result, dense_seconds, prompt.chunk_ids))
         on_progress(number + 1, len(texts))
     return found
 

@@ -41,6 +41,7 @@ def plan_as_json(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:
         "options": [_option(option) for option in plan.options],
         "sensitivity": [_effect(effect) for effect in plan.sensitivity],
         "purchases": [_effect(effect) for effect in plan.purchases],
+        "preparing": plan.preparing.as_json(),
     }
 
 

@@ -11,6 +11,7 @@ from stillroom.errors import PromptTooLongError, UsageError
 from stillroom.planner.choice import Option, Target, choose, simulate_splits
 from stillroom.planner.constraints import Shortfall, Sufficient, smallest_hit_rate
 from stillroom.planner.forecast import Forecast, Forecaster, Variation
+from stillroom.planner.preparing import NUM_SIMULATIONS, PreparingPlan, plan_preparing
 from stillroom.planner.splits import Budgets, Split, candidate_splits
 from stillroom.planner.what_if import Effect, purchases, sensitivity
 from stillroom.retrieval.tiers.hit_rates import HitRates
@@ -58,6 +59,7 @@ class Plan:
     sensitivity: tuple[Effect, ...]
     purchases: tuple[Effect, ...]
     """Best first."""
+    preparing: PreparingPlan
 
     @property
     def is_feasible(self) -> bool:
@@ -82,7 +84,7 @@ def make_plan(
         raise UsageError(
             f"the lists of the index do not fit: {missing:,} bytes are missing on disk; raise --disk by that"
         )
-    progress = _PlanProgress(on_progress, len(splits) + 24)
+    progress = _PlanProgress(on_progress, len(splits) + 24 + NUM_SIMULATIONS)
     options = simulate_splits(forecaster, splits, progress.step)
     if not options:
         try:
@@ -110,6 +112,7 @@ def make_plan(
         _hits(forecaster, chosen.split),
         tuple(sensitivity(forecaster, chosen.split, progress.step)),
         tuple(purchases(forecaster, budgets, chosen.split, target, progress.step)),
+        plan_preparing(forecaster.inputs, chosen.split, progress.step),
     )
     progress.end()
     return plan

@@ -37,9 +37,18 @@ class Measured:
 
 
 def measure(
-    stillroom: Stillroom, texts: tuple[str, ...], workload: PlannedWorkload, answer_tokens: int, clock: Clock
+    stillroom: Stillroom,
+    texts: tuple[str, ...],
+    workload: PlannedWorkload,
+    answer_tokens: int,
+    clock: Clock,
+    *,
+    prepares: bool,
 ) -> Measured:
     """Ask the warm-up questions one by one, then each question at its arrival time (open loop).
+
+    Args:
+        prepares: prepare documents before these.
 
     Raises:
         StillroomError: as `Stillroom.ask`.
@@ -48,6 +57,8 @@ def measure(
     options = AskOptions(max_tokens=answer_tokens, min_tokens=answer_tokens)
     for number in workload.warm:
         stillroom.ask(texts[number], options)
+    if prepares:
+        stillroom.prepare()
     return asyncio.run(_measure(stillroom, texts, workload, options, clock))
 
 

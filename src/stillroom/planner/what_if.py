@@ -31,7 +31,7 @@ def _try(forecaster: Forecaster, name: str, split: Split, variation: Variation, 
 
 def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) -> list[Effect]:
     """Forecast each choice halved and doubled, with all others unchanged."""
-    found = []
+    reuse, found = forecaster.inputs.policy.reuse, []
     for word, times in (("half", 0.5), ("twice", 2.0)):
         others = [
             (f"{word} the KV on the device", replace(split, device_kv=int(split.device_kv * times))),
@@ -52,6 +52,8 @@ def sensitivity(forecaster: Forecaster, split: Split, step: Callable[[], None]) 
             found.append(
                 _try(forecaster, f"{word} the probes", split, Variation(probes=times), "changes what is found")
             )
+        if reuse.mode == "prepared":
+            found.append(_try(forecaster, f"{word} prepare.disk_bytes", split, Variation(prepared=times)))
         found.append(_try(forecaster, f"{word} the requests", split, Variation(rate=times)))
         step()
     return found
@@ -82,9 +84,19 @@ def purchases(
     if reuse.keeps_kv and not reuse.allows_any_position:
         remark = "answers may change (docs/chunk-reuse.md)"
         found.append(_try(forecaster, 'reuse.mode = "anywhere"', split, Variation(reuse="anywhere"), remark))
+    if reuse.mode != "prepared" and not forecaster.inputs.documents.refusal:
+        found.append(_prepared(forecaster, split))
     step()
     known = [one for one in found if one.forecast is not None]
     return sorted(known, key=lambda one: one.forecast.percentile(target.percent) if one.forecast else 0.0)
+
+
+def _prepared(forecaster: Forecaster, split: Split) -> Effect:
+    """Forecast reuse of prepared KV, with as many documents prepared as the configured budget holds."""
+    effect = _try(forecaster, 'reuse.mode = "prepared"', split, Variation(reuse="prepared"))
+    num_prepared = 0 if effect.forecast is None else effect.forecast.prepared.num_chunks
+    share = num_prepared / max(1, forecaster.inputs.documents.num_chunks)
+    return replace(effect, remark=f"{share:.0%} of the chunks prepared; answers may change (docs/prepared.md)")
 
 
 def _best_split(forecaster: Forecaster, name: str, budgets: Budgets, target: Target) -> Effect:

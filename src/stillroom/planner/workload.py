@@ -48,6 +48,8 @@ class PlannedWorkload:
     """Arrival times of `asked` in seconds, ascending."""
     rate: float
     """Requests per second."""
+    searched: tuple[int, ...] = ()
+    """Searched for before `warm`, which makes their documents more likely to be prepared; not asked."""
 
 
 def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> QuestionCounts:

@@ -113,7 +113,7 @@ class DocumentPreparer:
         num_done = num_computed = num_skipped = num_whole = 0
         is_full = False
         try:
-            for info in sorted(infos, key=self._order):
+            for info in sorted(infos, key=lambda info: preparing_order(info, self._demand)):
                 if known.get(info.document_id) == info.added_at:
                     num_done, num_whole = num_done + info.num_chunks, num_whole + 1
                     continue
@@ -178,8 +178,10 @@ class DocumentPreparer:
             self._wake.wait(_SECONDS_BETWEEN_CHECKS)
             self._wake.clear()
 
-    def _order(self, info: DocumentInfo) -> tuple[int, float, DocumentId]:
-        return -self._demand.of(info.document_id), -info.added_at, info.document_id
+
+def preparing_order(info: DocumentInfo, demand: DocumentDemand) -> tuple[int, float, DocumentId]:
+    """Return the sort key of a document: the smallest is prepared first."""
+    return -demand.of(info.document_id), -info.added_at, info.document_id
 
 
 def _log(report: PrepareReport) -> None:

@@ -6,16 +6,18 @@ modelled. Scheduling costs virtual time only if `HardwareModel.step_seconds` say
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stillroom.backends.assembly import reuse_of, tree_options
-from stillroom.config.settings import ReuseConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
-from stillroom.core.prompt import SegmentKind
+from stillroom.core.ids import RequestId
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
+from stillroom.errors import PreparedFullError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
@@ -23,7 +25,8 @@ from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.planner.simulation.driving import drive
-from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, step_outcome
+from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
+from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, segmented, step_outcome
 from stillroom.runner.modelled_runner import ModelledRunner
 from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
@@ -87,9 +90,20 @@ class SimulatedOutcome:
 class SimulatedRuntime(SteppedEngine):
     """A simulated engine. Kept KV stays from one `ask` to the next."""
 
-    def __init__(self, hardware: HardwareModel, policy: EnginePolicy, seed: int = 0) -> None:
+    def __init__(
+        self,
+        hardware: HardwareModel,
+        policy: EnginePolicy,
+        seed: int = 0,
+        documents: Sequence[Sequence[Segment]] = (),
+    ) -> None:
+        """
+        Args:
+            documents: chunks of each in order, for `prepare`.
+        """
         super().__init__(hardware.max_tokens)
         self._hardware, self._policy, self._seed = hardware, policy, seed
+        self._corpus = SimulatedCorpus(documents)
         self.clock = VirtualClock()
         self.reset()
 
@@ -102,8 +116,9 @@ class SimulatedRuntime(SteppedEngine):
             max_num_batched_tokens=hardware.step_tokens,
             max_model_len=hardware.max_model_len,
             batch_delay_s=hardware.batch_delay_seconds,
+            preparing_tokens=hardware.step_tokens,  # no question comes while documents are prepared
         )
-        manager = KVCacheManager(pool, _reuse(hardware, self._policy.reuse, pool, self.clock))
+        manager = KVCacheManager(pool, _reuse(hardware, self._policy, pool, self.clock))
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._policy.scheduling], self._policy.window)
         runner = ModelledRunner(
             hardware.costs,
@@ -114,6 +129,7 @@ class SimulatedRuntime(SteppedEngine):
             sequence_seconds=hardware.sequence_seconds,
         )
         self._engine = Engine(self._scheduler, runner, self.clock)
+        self._engine.follow("", self._corpus)
         self._found = [0, 0]  # documents: all, and those whose KV was reused
         self._dues: list[float] = []
 
@@ -147,6 +163,38 @@ class SimulatedRuntime(SteppedEngine):
             scheduling_seconds=self._scheduler.seconds,
         )
 
+    def prepare(self, prompts: Sequence[PreparingPrompt]) -> int:
+        """Prepare documents while no question comes; return how many of the prompts fit into the budget."""
+        ended: list[Exception | None] = []
+
+        def on_end(error: Exception | None, *, is_computed: bool) -> None:
+            ended.append(error)
+
+        for number, one in enumerate(prompts):
+            request = Request(
+                request_id=RequestId(f"prepare-{number}"),
+                prompt=one.prompt,
+                sampling=SamplingParams(max_tokens=1),
+                prepares=one.prepares,
+            )
+            self.engine.prepare(request, on_end)
+            while len(ended) == number:
+                if self.engine.has_work:
+                    self.step()
+                else:
+                    self.do_idle_work()
+            if isinstance(ended[-1], PreparedFullError):
+                return number
+            if ended[-1] is not None:
+                raise ended[-1]
+        return len(prompts)
+
+    def segments_of(self, prompt: Sequence[Sequence[int]]) -> SegmentedPrompt:
+        """Mark the parts of a prompt, and name its chunks."""
+        segments = segmented(prompt).segments
+        named = (replace(one, chunk_id=self._corpus.chunk_id_of(one.token_ids)) for one in segments[1:-1])
+        return SegmentedPrompt((segments[0], *named, segments[-1]))
+
     def _sleep(self, seconds: float) -> None:
         """Advance the clock; the extra nanosecond keeps rounding from stopping just before the target."""
         self.clock.advance(seconds + 1e-9)
@@ -170,10 +218,11 @@ class _TimedScheduler(Scheduler):
         return updates
 
 
-def _reuse(hardware: HardwareModel, config: ReuseConfig, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
+def _reuse(hardware: HardwareModel, policy: EnginePolicy, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
     """Build the knowledge tree as `backends.assembly` does, without stores."""
+    config = policy.reuse
     if not config.keeps_kv:
         return None
     mover = ModelledMover(clock, hardware.costs.load_seconds, hardware.bytes_per_token)
-    options = tree_options(config, hardware.bytes_per_token)
+    options = tree_options(config, hardware.bytes_per_token, prepare=policy.prepare)
     return reuse_of(KnowledgeTree(pool, mover, hardware.costs, options, clock.monotonic), config, b"")

@@ -1,9 +1,9 @@
 """An engine that `driving.drive` steps: prompts are token ids, and first tokens report the reused KV."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from stillroom.config.settings import ReuseConfig, RuntimeConfig, SchedulingPolicy
+from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, SchedulingPolicy
 from stillroom.core.ids import RequestId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
@@ -24,6 +24,7 @@ class EnginePolicy:
     scheduling: SchedulingPolicy = "first_come"
     window: int = RuntimeConfig().starvation_window
     """Later requests that may be admitted before a waiting one."""
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
 
 
 class SteppedEngine:
@@ -48,8 +49,11 @@ class SteppedEngine:
 
     def submit(self, number: int, prompt: Sequence[Sequence[int]]) -> None:
         sampling = SamplingParams(max_tokens=self._max_tokens)
-        request = Request(request_id=RequestId(str(number)), prompt=segmented(prompt), sampling=sampling)
+        request = Request(request_id=RequestId(str(number)), prompt=self.segments_of(prompt), sampling=sampling)
         self.engine.submit(request)
+
+    def segments_of(self, prompt: Sequence[Sequence[int]]) -> SegmentedPrompt:
+        return segmented(prompt)
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
         return step_outcome(self.engine.step())
