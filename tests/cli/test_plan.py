@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.backends import engine_building
+from stillroom.backends.prompt_builder import in_document_order
 from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
@@ -75,6 +76,17 @@ def test_plan_uses_configured_prompt_limit_and_batch_delay(kb: Path) -> None:
         make_inputs = measure_inputs(opened, config, asked, PlannedWorkload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
     assert 40 < sum(map(len, make_inputs.found[0].prompt)) <= 60
     assert make_inputs.hardware.batch_delay_seconds == 0.02
+
+
+def test_plan_orders_chunks_as_configured(kb: Path) -> None:
+    """The best chunk of this question is the last of its document."""
+    config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**26), generation=GenerationConfig(chunk_order="document"))
+    asked = QuestionCounts(("Which subject did Jatha Jurlow choose as a student ?",), (1,), "one")
+    with closing(KnowledgeBase.open(kb, config, clock=SystemClock())) as opened:
+        made = measure_inputs(opened, config, asked, PlannedWorkload((0,), (0,), (0.0,), 1.0), 2, SystemClock())
+    ranked = [scored.chunk for scored in made.found[0].result.results]
+    ordered = in_document_order(ranked)
+    assert ordered != ranked and made.found[0].chunk_ids == tuple(chunk.chunk_id for chunk in ordered)
 
 
 def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:

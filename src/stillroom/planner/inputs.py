@@ -136,7 +136,7 @@ def measure_inputs(  # noqa: PLR0913
         sequence_seconds=costs.sequence_seconds,
         batch_delay_seconds=runtime.batch_delay_ms / 1000,
     )
-    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
+    prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer), config.generation.chunk_order)
     on_phase("searching")
     max_tokens = spec.max_positions - answer_tokens
     max_tokens = min(max_tokens, config.generation.max_prompt_tokens or max_tokens)
