@@ -201,7 +201,19 @@ def test_chunks_without_prepared_kv_are_computed_beside_prepared_ones(decoder: D
         Reason.NEVER_SEEN,
         Reason.PREPARED,
     ]
-    assert {node.chunk_id for node in fixture.tree if not node.document_path} == {None, 3}, "3 began the prompt"
+    kept = {node.chunk_id for node in fixture.tree if not node.document_path}
+    assert kept == {None, 3, 7}, "3 began the prompt, 7 stands behind a prepared chunk"
+
+
+def test_prompt_that_returns_computes_its_question_only_and_answers_the_same(decoder: Decoder) -> None:
+    fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
+    fixture.prepare(1, 2, new=[1, 2])
+    tokens, _ = fixture.run(question("r", 2, 7, 3, 1))
+    computed = fixture.num_computed
+    again, reuse = fixture.run(question("s", 2, 7, 3, 1))
+    assert again == tokens and fixture.num_computed - computed == 3 + len(tokens) - 1
+    chunks = [Reason.PREPARED, Reason.ANYWHERE, Reason.ANYWHERE, Reason.PREPARED]
+    assert [segment.reason for segment in reuse.segments[1:5]] == chunks
 
 
 def test_exact_prefix_is_used_before_prepared_kv(decoder: Decoder) -> None:

@@ -60,7 +60,7 @@ def test_no_number_is_further_off_than_half_a_step(num_tokens: int, num_bits: in
 def _half_step(least: torch.Tensor, most: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Half a step, with what the step and the low are rounded by."""
     rounded_off = torch.maximum(most, -least) / 128
-    return (most - least + rounded_off) / (2**num_bits - 1) / 2 * 1.01 + 1e-6
+    return (most - least + rounded_off) / ((1 << num_bits) - 1) / 2 * 1.01 + 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

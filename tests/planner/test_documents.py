@@ -52,7 +52,7 @@ def test_document_that_was_not_read_counts_as_the_mean_of_the_others() -> None:
     assert found.windows[0].num_bytes == 2 * read.windows[0].num_bytes
     assert found.windows[0].seconds == pytest.approx(2 * read.windows[0].seconds)
     assert found.num_chunks == 20 and len(found.prompts) == 3
-    part = first_chunks(found, 4, PLENTY)
+    part = first_chunks(found, 4, PLENTY, PrepareConfig())
     assert part.num_bytes == read.windows[0].num_bytes and not part.chunk_ids
 
 
@@ -63,7 +63,7 @@ def test_chunk_longer_than_a_window_is_not_prepared() -> None:
 @given(st.integers(0, 20), st.sampled_from([0, 18 + 16, 18 + 48]))
 def test_first_chunks_are_exactly_as_many_in_the_same_order(num_chunks: int, tokens: int) -> None:
     every = windows(tokens=tokens)
-    found = first_chunks(every, num_chunks, PLENTY)
+    found = first_chunks(every, num_chunks, PLENTY, PrepareConfig())
     assert found.num_chunks == len(found.chunk_ids) == min(num_chunks, 16)
     whole = len(found.windows) - 1
     assert found.windows[: max(0, whole)] == every.windows[: max(0, whole)]

@@ -117,9 +117,8 @@ def test_named_documents_only(docs: Path, tmp_path: Path) -> None:
 def test_full_budget_stops_with_the_documents_that_are_asked_for(docs: Path, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb", config=PREPARED) as stillroom:
         stillroom.add(docs)
-        stillroom.prepare()
-        per_chunk = max(path.stat().st_size for path in (tmp_path / "kb" / "kv").rglob("*.kv"))
-    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=4 * per_chunk, host_bytes=0)
+        num_bytes = stillroom.prepare().num_bytes
+    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=num_bytes // 2, host_bytes=0)
     with Stillroom.open(tmp_path / "small", config=dataclasses.replace(PREPARED, prepare=budget)) as stillroom:
         stillroom.add(docs)
         for _ in range(3):

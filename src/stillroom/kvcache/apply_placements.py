@@ -15,11 +15,11 @@ from stillroom.kvcache.chunk_reuse.plan import (
 )
 from stillroom.kvcache.chunk_reuse.recompute import PlacedChunk, SelectiveRecompute
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.prepared import prepared_copy
+from stillroom.kvcache.prepared import plan_prepared
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import Piece
-from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, saw_other_messages, system_of
+from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, PromptContext, saw_other_messages, system_of
 
 
 def plan_for(
@@ -32,10 +32,10 @@ def plan_for(
     began_exact = lease.reuse is not None and not lease.reuse.has_placed
     if options is None or began_exact or not lease.may_place:
         return []
+    if options.only_prepared:
+        return plan_prepared(tree, lease, num_exact, options, always_loads=always_loads)
 
     def copy_of(piece: Piece, before: Sequence[bytes]) -> Node | None:
-        if options.only_prepared:
-            return prepared_copy(tree, lease, piece)
         return placeable_copy(tree, lease.placeable, options, piece, before)
 
     return plan_placements(tree, lease.pieces, copy_of, num_exact, options, always_loads=always_loads)
@@ -99,18 +99,18 @@ def record_recompute(tree: KnowledgeTree, lease: Lease) -> None:
 
 
 def keep_computed_chunks(tree: KnowledgeTree, lease: Lease) -> None:
-    """Keep chunks computed behind placed chunks as detached nodes, where the request found no copy that it may place.
-    Behind prepared copies nothing is kept: no later prompt could place it.
+    """Keep chunks computed behind placed chunks as detached nodes, where the request found no copy that it may place;
+    behind prepared copies for prompts that begin alike.
 
     Such a chunk has seen every chunk before it and all that the placed chunks had seen. It is not kept if it has seen
     turns of a conversation, which may quote any document, or too many chunks.
     """
-    if lease.placements[0].node.document_path:
-        return
+    is_prepared = bool(lease.placements[0].node.document_path)
     placed = {placement.piece_index: placement.node for placement in lease.placements}
     first, system = lease.placements[0].piece_index, system_of(lease.pieces)
     before: list[bytes] = []
     seen: set[ChunkId] = set()
+    context = PromptContext()
     for index, piece in enumerate(lease.pieces[: lease.num_keepable]):
         if piece.kind is SegmentKind.SYSTEM:
             continue
@@ -120,9 +120,11 @@ def keep_computed_chunks(tree: KnowledgeTree, lease: Lease) -> None:
         seen |= {piece.chunk_id} if node is None else {piece.chunk_id, *node.seen}
         if len(seen) > MAX_SEEN:
             break
-        if index > first and node is None and not any(map(lease.placeable.may_place, tree.variants(piece.content))):
-            context = Context(tuple(before), frozenset(seen), system)
-            _keep_detached(tree, lease, index, context)
+        if index > first and node is None and is_prepared:
+            _keep_detached(tree, lease, index, Context(tuple(before), frozenset(seen), in_prompt=context.name))
+        elif index > first and node is None and not any(map(lease.placeable.may_place, tree.variants(piece.content))):
+            _keep_detached(tree, lease, index, Context(tuple(before), frozenset(seen), system))
+        context.add(piece, None if node is None else node.key)
         before.append(piece.content)
 
 

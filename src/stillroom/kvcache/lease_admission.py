@@ -192,7 +192,7 @@ def _origins(tree: KnowledgeTree, placed: Sequence[Placement], options: Anywhere
     for placement in placed:
         assert options is not None
         share = options.share(placement.reusability)
-        reason = Reason.PREPARED if options.only_prepared else Reason.ANYWHERE
+        reason = Reason.PREPARED if placement.node.document_path else Reason.ANYWHERE
         variant, bits = describe(tree, placement, options), placement.node.bits
         origins[placement.piece_index] = Placed(placement.tier, reason, variant, share, bits)
     return origins

@@ -4,7 +4,8 @@ A preparing prompt is the system message and consecutive chunks of one document.
 without parent, whose key names the chunks of the document that it has seen, in order. A later prompt may place such a
 node if these are still the chunks before it in its document; nothing of it is computed again, because that would
 replace what it knows of its document by what the prompt happens to hold. Nodes without parent are evicted and read one
-by one: the end of a document does not need its beginning.
+by one: the end of a document does not need its beginning. What a prompt computes behind prepared copies is kept for
+prompts that begin with the same copies and the same chunks between them (`apply_placements.keep_computed_chunks`).
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from collections.abc import Sequence
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import FULL_BITS
 from stillroom.core.prompt import SegmentKind
+from stillroom.kvcache.chunk_reuse.plan import AS_PREPARED, AnywhereOptions, Placement, is_worth_loading
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import Piece
-from stillroom.kvcache.tree.provenance import Context, document_key, system_of
+from stillroom.kvcache.tree.provenance import Context, PromptContext, document_key, system_of
 
 
 def prepared_copy(tree: KnowledgeTree, lease: Lease, piece: Piece) -> Node | None:
@@ -33,6 +35,28 @@ def prepared_copy(tree: KnowledgeTree, lease: Lease, piece: Piece) -> Node | Non
         if is_better and _is_current(node, (*before, piece.chunk_id), lease):
             best = node
     return best
+
+
+def plan_prepared(
+    tree: KnowledgeTree, lease: Lease, num_exact: int, options: AnywhereOptions, *, always_loads: bool
+) -> list[Placement]:
+    """Return what to place behind the first `num_exact` pieces of a prompt: copies in their document's context, and
+    between them what an earlier prompt computed behind the same copies."""
+    found: list[Placement] = []
+    context = PromptContext()
+    for index, piece in enumerate(lease.pieces[num_exact:], start=num_exact):
+        node = prepared_copy(tree, lease, piece)
+        if node is None and context.name:
+            node = tree.get(context.key_of(piece))
+        placed = None
+        if node is not None and node.tier is not None and lease.placeable.may_see(node.seen):
+            placed = Placement(index, node, node.tier, AS_PREPARED)
+            if not always_loads and not is_worth_loading(tree, placed, options):
+                placed = None
+        if placed is not None:
+            found.append(placed)
+        context.add(piece, None if placed is None else placed.node.key)
+    return found
 
 
 def _is_current(node: Node, path: tuple[ChunkId, ...], lease: Lease) -> bool:

@@ -6,9 +6,10 @@ from itertools import chain
 
 import numpy as np
 
+from stillroom.backends.assembly import tree_options
 from stillroom.backends.document_windows import cut_windows, longest_window
 from stillroom.backends.prompt_builder import PromptBuilder
-from stillroom.config.settings import PrepareConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import Segment, SegmentedPrompt
@@ -107,11 +108,6 @@ class PreparedDocuments:
 NOTHING_PREPARED = PreparedDocuments(())
 
 
-def prepared_bytes_per_token(hardware: HardwareModel) -> int:
-    """Return the bytes of a token's prepared KV on host and disk."""
-    return hardware.bytes_per_token
-
-
 def read_documents(
     kb: KnowledgeBase, prompts: PromptBuilder, found: Iterable[DocumentId], refusal: str
 ) -> PlannedDocuments:
@@ -148,7 +144,7 @@ def all_windows(
     ordered = sorted(documents.documents, key=lambda one: preparing_order(one.info, demand))
     num_slots = hardware.device_bytes // hardware.bytes_per_token
     room = longest_window(config, min(hardware.max_model_len, num_slots // 2)) - documents.frame.num_tokens
-    cut = [list(_windows_of(one, documents.frame, hardware, room, config.overlap)) for one in ordered]
+    cut = [list(_windows_of(one, documents.frame, hardware, room, config)) for one in ordered]
     measured = PreparedDocuments(tuple(chain.from_iterable(cut)))
     num_chunks = max(1, measured.num_chunks)
     found = []
@@ -161,14 +157,16 @@ def all_windows(
     return PreparedDocuments(tuple(found))
 
 
-def first_chunks(prepared: PreparedDocuments, num_chunks: int, hardware: HardwareModel) -> PreparedDocuments:
+def first_chunks(
+    prepared: PreparedDocuments, num_chunks: int, hardware: HardwareModel, config: PrepareConfig
+) -> PreparedDocuments:
     """Return the first windows with this many chunks in all; the last one is cut."""
     found: list[PlannedWindow] = []
     left = num_chunks
     for window in prepared.windows:
         if left <= 0:
             break
-        found.append(window if window.num_chunks <= left else _beginning(window, left, hardware))
+        found.append(window if window.num_chunks <= left else _beginning(window, left, hardware, config))
         left -= window.num_chunks
     return PreparedDocuments(tuple(found))
 
@@ -185,20 +183,23 @@ def within(prepared: PreparedDocuments, num_bytes: int) -> PreparedDocuments:
 
 
 def _windows_of(
-    document: PlannedDocument, frame: SegmentedPrompt, hardware: HardwareModel, room: int, overlap: float
+    document: PlannedDocument, frame: SegmentedPrompt, hardware: HardwareModel, room: int, config: PrepareConfig
 ) -> Iterator[PlannedWindow]:
     chunks = document.chunks or ()
-    for first, num_known, end in cut_windows([len(chunk.token_ids) for chunk in chunks], room, overlap):
-        yield _window(frame, chunks[first:end], num_known, hardware)
+    for first, num_known, end in cut_windows([len(chunk.token_ids) for chunk in chunks], room, config.overlap):
+        yield _window(frame, chunks[first:end], num_known, hardware, config)
 
 
 def _window(
-    frame: SegmentedPrompt, chunks: Sequence[Segment], num_known: int, hardware: HardwareModel
+    frame: SegmentedPrompt, chunks: Sequence[Segment], num_known: int, hardware: HardwareModel, config: PrepareConfig
 ) -> PlannedWindow:
     system, question = frame.segments
     new = chunks[num_known:]
-    per_token = prepared_bytes_per_token(hardware)
-    records = (size_on_disk(len(chunk.token_ids) * per_token, at) for at, chunk in enumerate(new, start=num_known + 1))
+    options = tree_options(ReuseConfig(), hardware.bytes_per_token, prepare=config, narrow_size=hardware.narrow_size)
+    records = (
+        size_on_disk(options.num_bytes(len(chunk.token_ids), config.bits), at)
+        for at, chunk in enumerate(new, start=num_known + 1)
+    )
     prompt = SegmentedPrompt((system, *chunks, question))
     prepares = frozenset(chunk.chunk_id for chunk in new if chunk.chunk_id is not None)
     num_system = len(system.token_ids)
@@ -206,7 +207,7 @@ def _window(
     return PlannedWindow(PreparingPrompt(prompt, prepares), len(new), sum(records), seconds)
 
 
-def _beginning(window: PlannedWindow, num_chunks: int, hardware: HardwareModel) -> PlannedWindow:
+def _beginning(window: PlannedWindow, num_chunks: int, hardware: HardwareModel, config: PrepareConfig) -> PlannedWindow:
     """Return a window with only its first new chunks."""
     if window.prompt is None:
         share = num_chunks / window.num_chunks
@@ -214,4 +215,4 @@ def _beginning(window: PlannedWindow, num_chunks: int, hardware: HardwareModel) 
         return replace(window, num_chunks=num_chunks, num_bytes=round(share * window.num_bytes), seconds=seconds)
     system, *chunks, question = window.prompt.prompt.segments
     num_known = len(chunks) - window.num_chunks
-    return _window(SegmentedPrompt((system, question)), chunks[: num_known + num_chunks], num_known, hardware)
+    return _window(SegmentedPrompt((system, question)), chunks[: num_known + num_chunks], num_known, hardware, config)

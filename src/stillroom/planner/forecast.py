@@ -231,7 +231,7 @@ class Forecaster:
             on_disk, on_host = min(prepare.disk_bytes, split.disk_kv), min(prepare.host_bytes, split.host_kv)
             prepared = within(windows, on_disk if split.disk_kv else on_host)
         else:
-            prepared = first_chunks(windows, variation.prepared_chunks, inputs.hardware)
+            prepared = first_chunks(windows, variation.prepared_chunks, inputs.hardware, inputs.policy.prepare)
             prepare = replace(prepare, disk_bytes=prepared.num_bytes)
             system = inputs.documents.frame.segments[0].token_ids
             added = prepared.num_bytes + size_on_disk(len(system) * inputs.hardware.bytes_per_token)

@@ -122,10 +122,11 @@ def measure_inputs(  # noqa: PLR0913
     on_phase(f"loading {config.runtime.model}")
     costs = measured_costs(config, kb.path, clock)
     runtime, model = config.runtime, costs.model
-    spec = model.decoder.spec
+    spec, shape = model.decoder.spec, kv_shape(model.decoder)
     hardware = HardwareModel(
         costs=costs.profile,
-        bytes_per_token=kv_shape(model.decoder).bytes_per_token,
+        bytes_per_token=shape.bytes_per_token,
+        narrow_size=shape.num_bytes,
         num_layers=spec.num_layers,
         device_bytes=runtime.kv_bytes,
         max_model_len=spec.max_positions,

@@ -222,14 +222,16 @@ def _engines(
 ) -> Iterator[dict[str, BenchEngine]]:
     """Yield an engine per arm, with its documents prepared; add a row of costs for each but `off`."""
     options = corpus.options
-    chunk_bytes = options.chunk_tokens * kv_shape(decoder).bytes_per_token
+    shape = kv_shape(decoder)
+    chunk_bytes = shape.num_bytes(options.chunk_tokens)
+    prepared_bytes = shape.num_bytes(options.chunk_tokens, PrepareConfig().bits)
     exact = ReuseConfig(
         host_bytes=round(HOST_SHARE * corpus.num_chunks * chunk_bytes),
         disk_bytes=round(DISK_SHARE * corpus.num_chunks * chunk_bytes),
     )
     engines: dict[str, BenchEngine] = {}
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch, ExitStack() as stack:
-        for name, (reuse, prepare) in _settings(options, exact, _bytes_of_all(corpus, chunk_bytes)).items():
+        for name, (reuse, prepare) in _settings(options, exact, _bytes_of_all(corpus, prepared_bytes)).items():
             engine = engines[name] = _engine(decoder, corpus, reuse, prepare, Path(scratch) / name, profile)
             stack.callback(engine.cache.close)
             if engine.cache.tree is None:

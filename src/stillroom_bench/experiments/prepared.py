@@ -176,7 +176,7 @@ def _prepare(engine: BenchEngine, documents: BenchDocuments, prompts: AnywhereBe
     num_chunks = sum(map(len, documents.documents))
     assert engine.cache.tree is not None
     num_bytes = sum(
-        node.num_tokens * engine.cache.tree.options.bytes_per_token
+        engine.cache.tree.options.num_bytes(node.num_tokens, node.bits)
         for node in engine.cache.tree
         if node.chunk_id is not None
     )

@@ -126,9 +126,8 @@ def plan_placements(
         if node is not None:
             tier = node.tier
             assert tier is not None
-            fit = AS_PREPARED if options.only_prepared else reusability(node, before)
-            placement = Placement(index, node, tier, fit)
-            if always_loads or load_seconds(tree, placement) < saved_seconds(placement, options):
+            placement = Placement(index, node, tier, reusability(node, before))
+            if always_loads or is_worth_loading(tree, placement, options):
                 found.append(placement)
         before.append(piece.content)
     return found
@@ -146,6 +145,11 @@ def placeable_copy(
 def _can_be_ranked(node: Node, options: AnywhereOptions) -> bool:
     """Whether the selector can rank a copy's tokens; not if only a sample was measured when it was computed."""
     return not options.ranks_kept_tokens or (node.mass is not None and node.mass.token_inter is not None)
+
+
+def is_worth_loading(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> bool:
+    """Whether loading a copy is faster than computing what it saves."""
+    return load_seconds(tree, placement) < saved_seconds(placement, options)
 
 
 def load_seconds(tree: KnowledgeTree, placement: Placement) -> float:

@@ -3,7 +3,8 @@
 A node on an exact path has seen that path and nothing else. A detached node, which has no parent, has seen every chunk
 before it in its prompt, and all that the placed nodes among those had seen. Its key hashes that set, so nodes of
 different provenance have different keys, and a set that does not match the key is refused. A node in its document's
-context is detached too; it has seen chunks of its own document, and its key hashes them in order.
+context is detached too; it has seen chunks of its own document, and its key hashes them in order. So is a node that was
+computed behind such copies; its key hashes the prompt before it with the keys of these copies.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ MAX_SEEN = 256
 """Most chunks that a detached node may have seen; KV that has seen more is not kept. Bounds what the removal of one
 document drops."""
 
-_DETACHED, _IN_DOCUMENT = b"anywhere", b"document"
+_DETACHED, _IN_DOCUMENT, _IN_PROMPT = b"anywhere", b"document", b"prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,13 @@ class Context:
     """Content of the prompt's system message."""
     document_path: tuple[ChunkId, ...] = ()
     """The same chunks in the order of their document, if it has seen nothing else."""
+    in_prompt: bytes = b""
+    """For KV behind prepared copies: the name of all that stands before it in its prompt (`PromptContext`)."""
 
     def key_of(self, content: bytes, first_position: int) -> NodeKey:
         """Return the key of a detached node of this context."""
+        if self.in_prompt:
+            return _hashed(_IN_PROMPT, content, first_position, (), self.in_prompt)
         if self.document_path:
             return document_key(content, first_position, self.document_path, self.system)
         return detached_key(content, first_position, self.seen, self.system)
@@ -61,6 +66,31 @@ def document_key(content: bytes, first_position: int, path: Iterable[ChunkId], s
 def _hashed(kind: bytes, content: bytes, first_position: int, chunk_ids: Iterable[ChunkId], system: bytes) -> NodeKey:
     ids = b"".join(chunk_id.to_bytes(8, "little") for chunk_id in chunk_ids)
     return NodeKey(hashlib.sha256(kind + content + first_position.to_bytes(8, "little") + system + ids).digest())
+
+
+class PromptContext:
+    """Names what stands before each piece of a prompt, from its first prepared copy on: which copies, and which tokens
+    were computed between them. A later prompt that begins alike may use what was computed there."""
+
+    def __init__(self) -> None:
+        self.name = b""
+        """32 bytes; empty before the first copy, where the pieces' own keys name everything."""
+
+    def key_of(self, piece: Piece) -> NodeKey:
+        """Return the key of a piece that is computed here. Precondition: a copy was added."""
+        assert self.name
+        return Context((), frozenset(), in_prompt=self.name).key_of(piece.content, piece.start)
+
+    def add(self, piece: Piece, placed: NodeKey | None) -> None:
+        """Go on to the next piece.
+
+        Args:
+            placed: key of the copy that this piece takes its KV from; None if it is computed.
+        """
+        if self.name:
+            self.name = hashlib.sha256(self.name + (placed or self.key_of(piece))).digest()
+        elif placed is not None:
+            self.name = hashlib.sha256(piece.parent + placed).digest()
 
 
 def system_of(pieces: Sequence[Piece]) -> bytes:

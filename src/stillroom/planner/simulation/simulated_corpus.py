@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.core.prompt import Segment, SegmentedPrompt
 
@@ -47,3 +48,7 @@ class SimulatedCorpus:
             path, place = self._places[chunk_id]
             found[chunk_id] = path[max(0, place - limit) : place]
         return found
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """Without texts: nothing is audited."""
+        return {}

@@ -5,7 +5,7 @@ modelled. Scheduling costs virtual time only if `HardwareModel.step_seconds` say
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -42,6 +42,8 @@ class HardwareModel:
 
     costs: CostProfile
     bytes_per_token: int
+    narrow_size: Callable[[int, int], int] | None = None
+    """As in `TreeOptions`."""
     num_layers: int
     device_bytes: int
     """Device memory for KV blocks."""
@@ -224,5 +226,5 @@ def _reuse(hardware: HardwareModel, policy: EnginePolicy, pool: BlockPool, clock
     if not config.keeps_kv:
         return None
     mover = ModelledMover(clock, hardware.costs.load_seconds, hardware.bytes_per_token)
-    options = tree_options(config, hardware.bytes_per_token, prepare=policy.prepare)
+    options = tree_options(config, hardware.bytes_per_token, prepare=policy.prepare, narrow_size=hardware.narrow_size)
     return reuse_of(KnowledgeTree(pool, mover, hardware.costs, options, clock.monotonic), config, b"")
