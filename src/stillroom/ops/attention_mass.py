@@ -68,14 +68,26 @@ def mean_weights(
     window: int | None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Return attention weights of queries at these places over all K keys, mean over heads, float32 [Q, K]."""
+    """Return the mean of `head_weights` over heads, float32 [Q, K]."""
+    return head_weights(q_QHD, k_KGD, scale, places_Q, window, softcap).mean(0)
+
+
+def head_weights(
+    q_QHD: torch.Tensor,
+    k_KGD: torch.Tensor,
+    scale: float,
+    places_Q: torch.Tensor,
+    window: int | None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Return attention weights of queries at these places over all K keys, float32 [H, Q, K]."""
     (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
     q_GND = (q_QHD.float() * scale).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
     logits_HQK = (q_GND @ k_KGD.float().permute(1, 2, 0)).view(num_heads, num_queries, num_keys)
     if softcap is not None:
         logits_HQK = torch.tanh(logits_HQK / softcap) * softcap
     seen_QK = causal_mask_at(places_Q, num_keys, window)
-    return torch.softmax(logits_HQK.masked_fill_(~seen_QK, -torch.inf), dim=-1).mean(0)
+    return torch.softmax(logits_HQK.masked_fill_(~seen_QK, -torch.inf), dim=-1)
 
 
 def one_hot(groups_K: torch.Tensor, num_groups: int) -> torch.Tensor:
