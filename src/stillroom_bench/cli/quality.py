@@ -137,6 +137,19 @@ CONTEXTS_HELP = help_text(
     ),
 )
 
+LOOKING_HELP = help_text(
+    "Measure how well a model ranks candidates by looking at their prepared KV, beside search and a cross-encoder.",
+    "The candidates of a question in a file (see `stillroom bench contexts --help`) are the chunks that it needs and "
+    "others of the same and of other documents; those of a data set are what the search finds. The question is read "
+    "behind each candidate apart, with KV computed alone and in its document. Scores are the question's likelihood, "
+    "the certainty of the answer, and attention; heads are chosen on other questions. How to read it: "
+    "docs/prepared.md.",
+    examples=(
+        "stillroom bench looking --questions eval.jsonl",
+        "stillroom bench looking --dataset data/xquad --model ./model --limit 100 --output looking.json",
+    ),
+)
+
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to `stillroom bench`."""
@@ -156,6 +169,7 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, "answers", options.EndToEndOptions, _end_to_end, ANSWERS_HELP)
     add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
     add_command(app, "contexts", options.ContextsOptions, _contexts, CONTEXTS_HELP, ["config", "work_dir"])
+    add_command(app, "looking", options.LookingOptions, _looking, LOOKING_HELP)
     add_command(app, "support", options.SupportOptions, _support, SUPPORT_HELP, ["config", "work_dir", "compare"])
     add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])
 
@@ -214,6 +228,12 @@ def _contexts(chosen: options.ContextsOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.contexts import run_contexts
 
     return run_contexts(chosen, call.say)
+
+
+def _looking(chosen: options.LookingOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.looking import run_looking
+
+    return run_looking(chosen, call.work_dir, call.settings(), call.say)
 
 
 def _end_to_end(chosen: options.EndToEndOptions, call: Call) -> "BenchResult":

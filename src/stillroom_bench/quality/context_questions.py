@@ -119,6 +119,11 @@ def _question(row: dict[str, Any]) -> ContextQuestion:
     return found
 
 
+def renumbered(document: Sequence[Chunk], number: int) -> tuple[Chunk, ...]:
+    """Return the document as the `number`-th of a question."""
+    return _document(number, [chunk.text for chunk in document])
+
+
 def _document(number: int, texts: Sequence[str]) -> tuple[Chunk, ...]:
     plain = [text.removeprefix("<chunk> ").removesuffix(" </chunk>") for text in texts]
     name = DocumentId(f"document {number}")

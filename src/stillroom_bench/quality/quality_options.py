@@ -175,6 +175,21 @@ class ContextsOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LookingOptions:
+    """Options of `stillroom bench looking`."""
+
+    questions: Path | None = flag(
+        None, "A file of questions over whole documents, as of `bench contexts`.", path="file", metavar="FILE"
+    )
+    datasets: tuple[Path, ...] = flag((), "A data set in BEIR layout.", "--dataset", path="folder")
+    model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.")
+    num_questions: int | None = flag(None, "Maximum number of questions of each input.", "--limit", min=1)
+    num_candidates: int = flag(24, "Candidates of a question.", "--candidates", min=6)
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "Type of weights and KV: float32 or bfloat16.")
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class SupportOptions:
     """Options of `stillroom bench support`."""
 
