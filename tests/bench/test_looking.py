@@ -29,7 +29,7 @@ from stillroom_bench.quality.looking_arms import (
     measures,
     scores_of,
 )
-from stillroom_bench.quality.looking_candidates import draw_candidates, names_in
+from stillroom_bench.quality.looking_candidates import draw_candidates, names_in, with_neighbours
 from stillroom_bench.quality.looking_scores import CONTENT_FREE, Look, Looker
 from stillroom_bench.quality.looking_tables import Outcome, tables_of
 from stillroom_bench.quality.quality_options import LookingOptions
@@ -243,6 +243,15 @@ def test_measures_of_a_ranking() -> None:
     assert tied["recall"] == 0.0 and tied["ndcg_at_10"] == 0.5, "ties stay in the order of the candidates"
 
 
+def test_neighbours_in_the_document_raise_a_score(path: Path) -> None:
+    question = read_questions(path)[5]
+    assert question.retrieved == ((0, 0), (0, 2), (1, 0), (1, 1))
+    raised = with_neighbours(question, np.array([1.0, 0.2, 0.4, -np.inf]))
+    assert raised.tolist() == [1.0, 0.2, 0.4, -np.inf]
+    raised = with_neighbours(question, np.array([1.0, 0.2, 0.4, 0.1]))
+    assert raised == pytest.approx([1.0, 0.2, 0.45, 0.3])
+
+
 def test_fused_ranking_is_between_both() -> None:
     both = fused(np.array([3.0, 2.0, 1.0]), np.array([10.0, 30.0, 20.0]))
     assert both.argsort().tolist() == [2, 0, 1]
@@ -287,8 +296,8 @@ def test_every_ranking_is_measured(path: Path, tmp_path: Path, monkeypatch: pyte
     result = run_looking(options, tmp_path / "work", StillroomConfig(), said.append)
     assert "7 of 7 questions answered" in said
 
-    ways = [LIKELIHOOD, f"{SEARCH} and {LIKELIHOOD}", ALL_HEADS, CALIBRATED, BEST_HEAD]
-    expected = {SEARCH, looking.CROSS_ENCODER, looking.CHANCE, looking.NEEDED}
+    ways = [LIKELIHOOD, f"{SEARCH} and {LIKELIHOOD}", f"{SEARCH} and both", ALL_HEADS, CALIBRATED, BEST_HEAD]
+    expected = {SEARCH, looking.NEIGHBOURS, looking.CROSS_ENCODER, looking.CHANCE, looking.NEEDED}
     expected |= {f"{way}, {context}" for way in ways for context in (looking.ALONE, looking.IN_DOCUMENT)}
     assert expected <= set(result.samples.values)
     rights = result.samples.of(looking.NEEDED, "right")

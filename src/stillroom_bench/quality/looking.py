@@ -32,6 +32,7 @@ from stillroom_bench.quality.looking_candidates import (
     draw_candidates,
     search_scores,
     searched,
+    with_neighbours,
     write_corpus,
 )
 from stillroom_bench.quality.looking_scores import CONTENT_FREE, Floats, Looker
@@ -41,6 +42,7 @@ from stillroom_bench.quality.quality_options import LookingOptions
 NUM_KEPT = 5
 """Best candidates, which answer the question."""
 CHANCE, CROSS_ENCODER, NEEDED = "chance", "cross-encoder", "needed chunks only"
+NEIGHBOURS = f"{SEARCH} with neighbours"
 ALONE, IN_DOCUMENT = "alone", "in its document"
 _MAX_TOKENS = 8
 _NOTES = (
@@ -48,7 +50,9 @@ _NOTES = (
     f"in their documents. `{ALONE}`, `{IN_DOCUMENT}`: how the KV that was looked at was computed. Intervals: 95 %, "
     "bootstrapped.",
     f"`{SEARCH}`: the product's fused score of dense search and BM25 over the candidates of all questions. "
+    f"`{NEIGHBOURS}`: plus half of the better score of the chunks directly before and after in the document. "
     f"`{CROSS_ENCODER}`: the bundled reader's log odds that the passage answers the question.",
+    f"`{SEARCH} and ...`: reciprocal rank fusion; `both` are `{LIKELIHOOD}` and `{BEST_HEADS}`.",
     f"`{BEST_HEADS}`: chosen on the other half of the questions. `calibrated`: less the attention of the question "
     f"'{CONTENT_FREE}'. The likelihood of a question without any candidate is the same for all of its candidates, so "
     "subtracting it changes no ranking.",
@@ -142,7 +146,8 @@ def _searched(asked: Sequence[CandidateQuestion], corpus: Path, work_dir: Path, 
             kb.search(text, top_k=len(one.chunks))
             seconds = perf_counter() - began
             scores = search_scores(kb, text, [records[chunk.text] for chunk in one.chunks])
-            cases.append(_Case(one, {SEARCH: scores}, {SEARCH: seconds}))
+            neighbours = with_neighbours(one.question, scores)
+            cases.append(_Case(one, {SEARCH: scores, NEIGHBOURS: neighbours}, {SEARCH: seconds}))
     return cases
 
 
@@ -218,8 +223,11 @@ def _score_looks(cases: Sequence[_Case], seed: int) -> str:
         for way, of_cases in scores.items():
             for case, scores_C in zip(cases, of_cases, strict=True):
                 case.scores[f"{way}, {context}"] = scores_C
-                if way in (LIKELIHOOD, BEST_HEADS):
-                    case.scores[f"{SEARCH} and {way}, {context}"] = fused(case.scores[SEARCH], scores_C)
+        for case, likelihood_C, heads_C in zip(cases, scores[LIKELIHOOD], scores[BEST_HEADS], strict=True):
+            search_C = case.scores[SEARCH]
+            case.scores[f"{SEARCH} and {LIKELIHOOD}, {context}"] = fused(search_C, likelihood_C)
+            case.scores[f"{SEARCH} and {BEST_HEADS}, {context}"] = fused(search_C, heads_C)
+            case.scores[f"{SEARCH} and both, {context}"] = fused(search_C, likelihood_C, heads_C)
     return f"best heads of either half, {'; '.join(heads)}"
 
 
