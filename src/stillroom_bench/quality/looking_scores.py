@@ -99,6 +99,28 @@ class Looker:
             observes: measure attention.
         """
         token_ids, text = self._question(question)
+        packed, spans = self._placed(candidates, token_ids)
+        observer = _CandidateAttention(spans, self._num_system, text) if observes else None
+        logits_TV = self._decoder.logits(self._decoder.hidden_states(packed, self._store.layer, observer))
+        logprobs_CQV = torch.log_softmax(logits_TV, dim=-1).view(len(candidates), len(token_ids), -1)
+        next_CQ = logprobs_CQV[:, text.start - 1 : text.stop - 1].gather(
+            2, torch.tensor(token_ids[text]).expand(len(candidates), -1)[..., None]
+        )
+        return Look(
+            next_CQ.double().mean((1, 2)).numpy(),
+            logprobs_CQV[:, -1].amax(-1).double().numpy(),
+            observer.of_candidates() if observer is not None else (),
+        )
+
+    def prefill(self, chunks: Sequence[Chunk], question: str) -> None:
+        """Compute a whole prompt up to the logits of its answer's first token, to be timed."""
+        token_ids = self._prompts.build(chunks, question, None).token_ids
+        self._decoder.logits(self._run(token_ids, [len(token_ids) - 1]))
+
+    def _placed(
+        self, candidates: Sequence[PreparedChunk], token_ids: list[int]
+    ) -> tuple[PackedInput, list[AttentionSpan]]:
+        """Copy the candidates' KV behind the system message, and pack the question once per candidate."""
         num_question, num_system = len(token_ids), self._num_system
         self._reserve(num_system + sum(one.num_tokens + num_question for one in candidates))
         self._store.scatter(_blocks(0, num_system), self._system_2LTGD)
@@ -113,29 +135,13 @@ class Looker:
             positions.append(torch.arange(num_question) + num_system + one.num_tokens)
             slots.append(torch.arange(end - num_question, end))
             at = end
-        packed = PackedInput(
+        return PackedInput(
             torch.tensor(token_ids * len(candidates)),
             torch.cat(positions),
             torch.cat(slots),
             spans,
             list(range(len(candidates) * num_question)),
-        )
-        observer = _CandidateAttention(spans, num_system, text) if observes else None
-        logits_TV = self._decoder.logits(self._decoder.hidden_states(packed, self._store.layer, observer))
-        logprobs_CQV = torch.log_softmax(logits_TV, dim=-1).view(len(candidates), num_question, -1)
-        next_CQ = logprobs_CQV[:, text.start - 1 : text.stop - 1].gather(
-            2, torch.tensor(token_ids[text]).expand(len(candidates), -1)[..., None]
-        )
-        return Look(
-            next_CQ.double().mean((1, 2)).numpy(),
-            logprobs_CQV[:, -1].amax(-1).double().numpy(),
-            observer.of_candidates() if observer is not None else (),
-        )
-
-    def prefill(self, chunks: Sequence[Chunk], question: str) -> None:
-        """Compute a whole prompt up to the logits of its answer's first token, to be timed."""
-        token_ids = self._prompts.build(chunks, question, None).token_ids
-        self._decoder.logits(self._run(token_ids, [len(token_ids) - 1]))
+        ), spans
 
     def _computed(self, chunks: Sequence[Chunk]) -> dict[ChunkId, PreparedChunk]:
         """Compute system message and chunks from position 0, and copy the KV of the chunks."""
