@@ -11,7 +11,11 @@ from stillroom_bench.experiments.prepared import EXACT, FULL, BenchDocuments, ru
 from stillroom_bench.quality.runtime import Shape
 
 SHAPE = Shape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2)
-ARMS = [FULL, EXACT, "prepared, from device", "prepared, from host", "prepared, from disk"]
+PLACES = ("host", "disk")
+ARMS = [
+    *(FULL, EXACT, "prepared, from device"),
+    *(f"prepared, {bits} bits, from {place}" for bits in (16, 8, 4) for place in PLACES),
+]
 
 
 def test_every_arm_answers_new_questions_from_its_own_tier(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`stillroom bench prepared`: time to first token of questions that were never asked, over prepared documents.
 
 Each question reads chunks of several documents, drawn anew. Compared are a full prefill, exact reuse whose best chunk
-was prepared, and chunks that were prepared in their document's context, on the device, on the host and on disk. Also
-measured is what preparing costs. How to read it: docs/prepared.md
+was prepared, and chunks that were prepared in their document's context, on the device, on the host and on disk, in 16,
+8 and 4 bits a number. Also measured is what preparing costs. How to read it: docs/prepared.md
 """
 
 import tempfile
@@ -40,6 +40,7 @@ from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 FULL, EXACT = "full prefill", "best chunk prepared, exact"
+_BITS = (16, 8, 4)
 
 
 class BenchDocuments:
@@ -142,18 +143,19 @@ def _engines(
     room = options.num_documents * options.document_chunks * (options.chunk_tokens + 16) + 4 * prompts.prompt_tokens
     prepared = ReuseConfig(mode="prepared", load="always", tail_blocks=10_000)
     settings = {
-        FULL: ReuseConfig(mode="off"),
-        EXACT: ReuseConfig(load="always", tail_blocks=10_000),
-        **{f"prepared, from {tier.label}": prepared for tier in Tier},
+        FULL: (ReuseConfig(mode="off"), 16),
+        EXACT: (ReuseConfig(load="always", tail_blocks=10_000), 16),
+        f"prepared, from {Tier.DEVICE.label}": (prepared, 16),
     }
-    disk = f"prepared, from {Tier.DISK.label}"
-    settings[disk] = replace(prepared, host_bytes=0)
+    for bits in _BITS:
+        settings[f"prepared, {bits} bits, from {Tier.HOST.label}"] = (prepared, bits)
+        settings[f"prepared, {bits} bits, from {Tier.DISK.label}"] = (replace(prepared, host_bytes=0), bits)
     engines: dict[str, BenchEngine] = {}
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch, ExitStack() as stack:
-        for name, reuse in settings.items():
-            engine = engines[name] = build_fixture(
-                decoder, prompts, reuse, Path(scratch) if name == disk else None, room
-            )
+        for name, (reuse, bits) in settings.items():
+            folder = Path(scratch) / str(bits) if name.endswith(Tier.DISK.label) else None
+            prepare = PrepareConfig(bits=bits)
+            engine = engines[name] = build_fixture(decoder, prompts, reuse, folder, room, prepare=prepare)
             stack.callback(engine.cache.close)
             documents = BenchDocuments(options.num_documents, options.document_chunks)
             engine.engine.follow("", documents)
