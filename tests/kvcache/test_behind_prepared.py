@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.reuse import Reason
-from tests.kvcache.test_prepared import ANYWHERE, LENGTH_OF_QUESTION, SIZE, Path, PreparedFixture
+from tests.kvcache.prepared_fixture import ANYWHERE, LENGTH_OF_QUESTION, SIZE, Path, PreparedFixture
 
 DOCUMENT = (1, 2, 3)
 

@@ -4,7 +4,7 @@ import pytest
 
 from stillroom.core.kv import FULL_BITS, Tier
 from stillroom.errors import PreparedFullError
-from tests.kvcache.test_prepared import LENGTH_OF_QUESTION, SIZE, PreparedFixture
+from tests.kvcache.prepared_fixture import LENGTH_OF_QUESTION, SIZE, PreparedFixture
 
 PER_TOKEN = 16
 
