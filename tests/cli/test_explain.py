@@ -107,7 +107,7 @@ def test_origin_of_a_reused_copy_is_shown(run: Run) -> None:
     Path("kb").mkdir()
     before = answer("req-1", "first")
     other = replace(before.sources[0], chunk_id="0000000000000001", document="docs/other.md", start_line=7, end_line=7)
-    variant = VariantReport((other.chunk_id, None, CHUNK, "00000000000000aa"), 40, 0.25, 0.6, 0.45, False, 0.012)
+    variant = VariantReport((other.chunk_id, None, CHUNK, "00000000000000aa"), 40, 0.25, 0.6, 0.45, False, 0.012, 16)
     placed = SegmentReport("chunk", CHUNK, 15, "host", "placed", 3, variant)
     after = answer("req-2", "second")
     after = replace(after, reuse=replace(after.reuse, recompute_ratio=0.2, segments=(placed,)))

@@ -39,6 +39,7 @@ def test_answers_from_every_tier_are_those_of_the_documents_context(
     one = question("r", 3, 7, 2)
     tokens, reuse = fixture.run(one)
     assert [(one.reason, one.source) for one in reuse.segments[1:4]] == [(Reason.PREPARED, tier)] * 3
+    assert {one.variant.bits for one in reuse.segments if one.variant is not None} == {bits}
     assert tokens == DocumentOracle(folder, fixture.corpus).answer(one)
     assert fixture.cache.tiers is not None and fixture.cache.tiers.stats.flows[tier, Tier.DEVICE].num_copies > 0
 

@@ -8,6 +8,7 @@ import typer
 
 from stillroom.cli.console import count, duration, line, place, print_json
 from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, help_text
+from stillroom.core.kv import FULL_BITS
 from stillroom.core.reuse import Reason
 from stillroom.errors import UsageError
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
@@ -151,7 +152,8 @@ def _describe_prepared(variant: dict[str, Any]) -> str:
     behind = variant["behind"]
     context = f"behind {count(len(behind), 'chunk')} of its document" if behind else "at the beginning of its document"
     saved = duration(max(variant["saved_seconds"], 0.0))
-    return f"computed in advance at position {variant['first_position']:,}, {context}; saves {saved}"
+    narrow = f"; read in {bits} bits a number" if (bits := variant.get("bits", FULL_BITS)) != FULL_BITS else ""
+    return f"computed in advance at position {variant['first_position']:,}, {context}{narrow}; saves {saved}"
 
 
 def _name(source: dict[str, Any]) -> str:

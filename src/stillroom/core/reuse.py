@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import FULL_BITS, Tier
 from stillroom.core.prompt import SegmentKind
 
 
@@ -54,6 +54,8 @@ class Variant:
     """Expected saving: computing it, minus loading and recomputing that share."""
     is_focused: bool | None = None
     """Whether the question attends to it; None if not measured."""
+    bits: int = FULL_BITS
+    """Of each of its numbers where it was read (`NodeRecord.bits`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from stillroom.core.ids import ChunkId
+from stillroom.core.kv import FULL_BITS, Tier
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import Variant
 from stillroom.kvcache.chunk_reuse.plan import (
@@ -77,6 +78,7 @@ def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions
         impact=reusability.impact,
         overhead=reusability.overhead if options.alpha is None else options.share(reusability),
         saved_seconds=saved_seconds(placement, options) - load_seconds(tree, placement),
+        bits=FULL_BITS if placement.tier is Tier.DEVICE else placement.node.bits,
     )
 
 

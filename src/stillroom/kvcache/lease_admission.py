@@ -193,8 +193,7 @@ def _origins(tree: KnowledgeTree, placed: Sequence[Placement], options: Anywhere
         assert options is not None
         share = options.share(placement.reusability)
         reason = Reason.PREPARED if placement.node.document_path else Reason.ANYWHERE
-        variant, bits = describe(tree, placement, options), placement.node.bits
-        origins[placement.piece_index] = Placed(placement.tier, reason, variant, share, bits)
+        origins[placement.piece_index] = Placed(placement.tier, reason, describe(tree, placement, options), share)
     return origins
 
 

@@ -26,8 +26,6 @@ class Placed:
     variant: Variant
     share: float
     """Of its tokens that is recomputed."""
-    bits: int
-    """Of each number in the copy (`NodeRecord.bits`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class AdmissionReuse:
 
     def bits(self, index: int) -> int:
         """Return the bits of each number in the copy of the prompt's `index`-th piece."""
-        return self.placed[index].bits if index in self.placed else FULL_BITS
+        return self.placed[index].variant.bits if index in self.placed else FULL_BITS
 
     def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
         """Return where the KV of the prompt's `index`-th piece comes from, and why."""

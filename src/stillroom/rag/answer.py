@@ -172,6 +172,8 @@ class VariantReport:
     """Whether the question attends to it; null if not measured (`reuse.focus_window`)."""
     saved_seconds: float
     """By the cost profile: seconds to compute it, less those to load it and to recompute some of its tokens."""
+    bits: int
+    """Of each of its numbers where it was read: 16 as it was computed, 8 or 4 (docs/kv-records.md)."""
 
 
 @dataclass(frozen=True, slots=True)
