@@ -200,12 +200,12 @@ def test_heads_are_chosen_on_the_other_half() -> None:
         return found
 
     scores, chosen = scores_of(views(needed), needed, 0)
-    assert [text.split(", ")[0] for text in chosen] == ["5", "5"]
+    assert [text.split(", ")[0] for text in chosen] == ["1.2", "1.2"]
     assert all(one.argmax() == is_needed.argmax() for one, is_needed in zip(scores[BEST_HEAD], needed, strict=True))
     halves = np.random.default_rng(0).permutation(40) % 2
     wrong = [~one if half else one for one, half in zip(needed, halves, strict=True)]
     misled, chosen = scores_of(views(needed), wrong, 0)
-    assert chosen[0].split(", ")[0] != "5" and chosen[1].split(", ")[0] == "5"
+    assert chosen[0].split(", ")[0] != "1.2" and chosen[1].split(", ")[0] == "1.2"
     for number, half in enumerate(halves):
         assert half == 0 or (misled[BEST_HEAD][number] == scores[BEST_HEAD][number]).all(), "labels of its own half"
 

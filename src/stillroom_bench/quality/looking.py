@@ -228,7 +228,7 @@ def _score_looks(cases: Sequence[_Case], seed: int) -> str:
             case.scores[f"{SEARCH} and {LIKELIHOOD}, {context}"] = fused(search_C, likelihood_C)
             case.scores[f"{SEARCH} and {BEST_HEADS}, {context}"] = fused(search_C, heads_C)
             case.scores[f"{SEARCH} and both, {context}"] = fused(search_C, likelihood_C, heads_C)
-    return f"best heads of either half, {'; '.join(heads)}"
+    return f"best heads of either half (layer.head; `last`: of the prompt's last token), {'; '.join(heads)}"
 
 
 def _answer(cases: Sequence[_Case], asker: ContextAsker, on_progress: Callable[[str], None]) -> None:

@@ -38,12 +38,16 @@ class View:
     """The same less that of the content-free question."""
     icr_C: Floats
     """Mean of all heads over the question's tokens, calibrated token by token (In-Context Re-ranking)."""
+    shape: tuple[int, ...]
+    """Of the features: rows of the question, layers, heads."""
 
     @classmethod
     def of(cls, look: Look, content_free: Look) -> "View":
         masses_CF, free_CF = _masses(look), _masses(content_free)
         icr_C = np.array([_icr(one, free) for one, free in zip(look.attention, content_free.attention, strict=True)])
-        return cls(look.likelihood_C, look.certainty_C, masses_CF, masses_CF - free_CF, icr_C)
+        return cls(
+            look.likelihood_C, look.certainty_C, masses_CF, masses_CF - free_CF, icr_C, look.attention[0].shape[:3]
+        )
 
     @property
     def all_heads_C(self) -> Floats:
@@ -85,7 +89,14 @@ def scores_of(views: Sequence[View], needed: Sequence[Bools], seed: int) -> tupl
         _joined(masses_CF[:, chosen_calibrated[half][:NUM_HEADS]])
         for masses_CF, half in zip(calibrated, halves.tolist(), strict=True)
     ]
-    return scores, [", ".join(map(str, order[:NUM_HEADS].tolist())) for order in chosen.values()]
+    names = [[_name_of(int(head), views[0].shape) for head in order[:NUM_HEADS]] for order in chosen.values()]
+    return scores, [", ".join(one) for one in names]
+
+
+def _name_of(feature: int, shape: tuple[int, ...]) -> str:
+    """Layer and head, counted from 0, marked `last` if only the last token of the question is read."""
+    row, layer, head = np.unravel_index(feature, shape)
+    return f"{layer}.{head}{' last' if row else ''}"
 
 
 def _order_of_heads(masses: Sequence[Floats], needed: Sequence[Bools], is_used: Bools) -> NDArray[np.int64]:
