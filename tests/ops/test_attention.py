@@ -48,6 +48,20 @@ def test_half_precision_keeps_its_dtype_and_stays_close(
     torch.testing.assert_close(out, attend_reference(q, k, v, 0.3, None, softcap), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("window", [None, 100, 5000])
+@pytest.mark.parametrize("num_before", [1, 32, 213, 214])
+def test_many_queries_behind_a_short_context_attend_as_those_of_the_whole_sequence(
+    num_before: int, window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(num_before)
+    num_keys = 640 + num_before
+    q, k, v = (torch.randn(num_keys, heads, 16, generator=generator) for heads in (4, 2, 2))
+    whole = attend(q, k, v, 0.25, window)
+    torch.testing.assert_close(attend(q[num_before:], k, v, 0.25, window), whole[num_before:])
+    last = attend_reference(q[-2:], k, v, 0.25, window)
+    torch.testing.assert_close(attend(q[num_before:], k, v, 0.25, window)[-2:], last)
+
+
 def test_softcap_bounds_the_weight_of_one_key() -> None:
     q, k, v = torch.full((1, 1, 2), 50.0), torch.tensor([[[50.0, 50.0]], [[-50.0, -50.0]]]), torch.eye(2)[:, None]
     assert attend(q, k, v, 1.0, None)[0, 0, 1] == 0

@@ -207,7 +207,11 @@ def attend(  # noqa: PLR0913  as torch's own
     if softcap is not None:
         return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap, places_Q)
     mask = None
-    is_causal = num_queries == num_keys > 1 and (window is None or num_keys <= window)
+    sees_all = places_Q is None and (window is None or num_keys <= window)
+    if sees_all and num_queries >= _LEAST_SQUARE and 0 < num_keys - num_queries <= num_queries // 3:
+        # the end of a square, half of which is skipped; with a mask all of the rectangle is computed
+        q_QHD = torch.cat((q_QHD.new_zeros(num_keys - num_queries, *q_QHD.shape[1:]), q_QHD))
+    is_causal = sees_all and len(q_QHD) == num_keys > 1
     is_cut = places_Q is None or window is None or num_keys <= window  # the last query sees all keys that are left
     if (num_queries > 1 and not is_causal) or not is_cut:
         mask = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
@@ -220,7 +224,7 @@ def attend(  # noqa: PLR0913  as torch's own
         scale=scale,
         enable_gqa=True,
     )[0]
-    return out_HQD.transpose(0, 1)
+    return out_HQD.transpose(0, 1)[-num_queries:]
 
 
 def attend_capped(  # noqa: PLR0913  as `attend`
@@ -244,6 +248,9 @@ def attend_capped(  # noqa: PLR0913  as `attend`
     return out_GNQD.flatten(0, 1).transpose(0, 1)
 
 
+_LEAST_SQUARE = 640
+"""From so many queries on, those behind a short context are computed as the end of a square: 0.64 to 0.85 of the time
+with a mask on an AMD EPYC, one thread; fewer are slower. The result is bit-identical."""
 _ROWS_WITH_GAPS = 64
 """Queries with gaps that are computed at a time; few, so that tokens after all of them are left out."""
 
