@@ -191,7 +191,7 @@ def widths_table(outcomes: Sequence[Outcome], widths: Sequence[int]) -> dict[str
     if not widths:
         return {}
     first, *others = ([one.is_right for one in outcomes if one.arm == _width(bits)] for bits in widths)
-    rows: list[dict[str, Any]] = [{"bits": widths[0], "right": share_of_right(first)}]
+    rows: list[dict[str, Any]] = [{"bits": widths[0], "right": share_of_right(first), "lost": "", "gained": ""}]
     for bits, rights in zip(widths[1:], others, strict=True):
         pairs = list(zip(first, rights, strict=True))
         lost, gained = [one and not other for one, other in pairs], [other and not one for one, other in pairs]
