@@ -214,6 +214,7 @@ def test_prompt_that_returns_computes_its_question_only_and_answers_the_same(dec
     assert again == tokens and fixture.num_computed - computed == 3 + len(tokens) - 1
     chunks = [Reason.PREPARED, Reason.ANYWHERE, Reason.ANYWHERE, Reason.PREPARED]
     assert [segment.reason for segment in reuse.segments[1:5]] == chunks
+    assert [one.variant.behind for one in reuse.segments[2:4] if one.variant is not None] == [(2,), (2, 7)]
 
 
 def test_exact_prefix_is_used_before_prepared_kv(decoder: Decoder) -> None:

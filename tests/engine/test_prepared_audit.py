@@ -90,6 +90,18 @@ class AuditedFixture(PreparedFixture):
         return reasons
 
 
+def test_audits_change_no_later_answer_and_take_no_room(decoder: Decoder) -> None:
+    fixture = AuditedFixture(decoder)
+    fixture.prepare_all()
+    answer, reuse = fixture.run(question("r", 7, 2, 5, max_tokens=8))
+    kept = {node.key for node in fixture.tree}
+    fixture.idle()
+    assert fixture.stats.num_audited == 1 and {node.key for node in fixture.tree} == kept
+    again, reuse_again = fixture.run(question("s", 7, 2, 5, max_tokens=8))
+    assert again == answer
+    assert [one.reason for one in reuse_again.segments] == [one.reason for one in reuse.segments]
+
+
 @pytest.mark.parametrize(
     ("chunks", "documents"),
     [((7, 2, 5, 3), (6, 5, 7, 1, 2, 3)), ((2,), (1, 2)), ((4, 6), (1, 2, 3, 4, 6)), ((3, 1, 2), (1, 2, 3))],

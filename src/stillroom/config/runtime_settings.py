@@ -169,7 +169,8 @@ class PrepareConfig:
     """Share of a window that the next one computes again, so that its first chunks have context too."""
     bits: Annotated[int, Range(4, 16)] = 8
     """Bits of each number of prepared KV on host and disk, with `reuse.mode = "prepared"`: 16 (as it was computed, in
-    the model's type), 8 or 4. KV kept with fewer bits than this is not used."""
+    the model's type), 8 or 4. KV kept with fewer bits is computed again; KV kept with more is used as it is (`stillroom
+    cache clear` makes room)."""
     host_bytes: AtLeastZero = 1024**3
     """Part of `reuse.host_bytes` that prepared KV may take."""
     disk_bytes: AtLeastZero = 2 * 1024**3

@@ -172,7 +172,8 @@ class Request(SampleRequest):
     """Most pieces at the beginning of the prompt whose kept exact KV may be used; None: all. Limited in audits, which
     ask what an earlier admission would have placed."""
     is_background: bool = False
-    """Runs while the engine is idle, and makes way for questions: its steps are short."""
+    """Runs while the engine is idle, and makes way for questions: its steps are short. Nothing that it computes is
+    kept, so that it changes no later answer."""
     constraint: TokenConstraint | None = None
     """State at the beginning of an answer; sequences advance copies of it."""
 

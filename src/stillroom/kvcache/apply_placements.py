@@ -68,11 +68,15 @@ def place(
     return placed
 
 
-def describe(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> Variant:
+def describe(tree: KnowledgeTree, lease: Lease, placement: Placement, options: AnywhereOptions) -> Variant:
     """Describe a placement for the report, before it is known what the question attends to."""
     reusability = placement.reusability
+    behind = _chunks_before(tree, placement.node)
+    if options.only_prepared and not placement.node.document_path:  # by a prompt that began like this one
+        before = lease.pieces[: placement.piece_index]
+        behind = tuple(piece.chunk_id for piece in before if piece.chunk_id is not None)
     return Variant(
-        behind=_chunks_before(tree, placement.node),
+        behind=behind,
         first_position=placement.node.first_position,
         overlap=reusability.overlap,
         impact=reusability.impact,

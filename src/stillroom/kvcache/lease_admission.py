@@ -137,7 +137,7 @@ def try_admit(reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int
     finally:
         tree.release(reversed(sources))
     if lease.reuse is None or lease.reuse.has_placed:  # after a preemption the chunks placed last are recomputed
-        origins = _origins(tree, placed, reuse.anywhere)
+        origins = _origins(tree, lease, placed, reuse.anywhere)
         _record(tree, lease, AdmissionReuse(plan.matched, tiers, len(plan.path), num_tokens, origins))
     if lease.recompute is not None and lease.recompute.is_planned:
         record_recompute(tree, lease)
@@ -186,14 +186,18 @@ def _path_to(node: Node) -> list[Node]:
     return [node, *node.ancestors()][::-1]
 
 
-def _origins(tree: KnowledgeTree, placed: Sequence[Placement], options: AnywhereOptions | None) -> dict[int, Placed]:
+def _origins(
+    tree: KnowledgeTree, lease: Lease, placed: Sequence[Placement], options: AnywhereOptions | None
+) -> dict[int, Placed]:
     """Where the KV of each placed piece came from, by the index of the piece."""
     origins = {}
     for placement in placed:
         assert options is not None
         share = options.share(placement.reusability)
         reason = Reason.PREPARED if placement.node.document_path else Reason.ANYWHERE
-        origins[placement.piece_index] = Placed(placement.tier, reason, describe(tree, placement, options), share)
+        origins[placement.piece_index] = Placed(
+            placement.tier, reason, describe(tree, lease, placement, options), share
+        )
     return origins
 
 

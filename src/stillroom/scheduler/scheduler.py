@@ -275,6 +275,8 @@ class Scheduler:
             before=request.before,
             prepares=request.prepares,
         )
+        if request.is_background:
+            lease.num_keepable = 0
         tail_tokens = self.limits.fixed_tail_tokens
         cuts = piece_ends(request.prompt, tail_tokens) if tail_tokens else []
         return Sequence(request, lease, self._num_arrivals, now, cuts)
