@@ -24,7 +24,7 @@ def test_documents_are_prepared_once_and_then_found(run: Run, kb: None) -> None:
     assert (again["mode"], again["num_chunks"], again["num_computed"], again["is_full"]) == ("prepared", 1, 0, False)
     assert run("ask", "Who taught Pevin Jimlow ?", *mode, "--quiet").code == 0
     shown = run("explain", "--kb", "kb").out
-    assert "prepared  " in shown and "at the beginning of its document; saves" in shown
+    assert "prepared  " in shown and "at the beginning of its document; read in 8 bits a number; saves" in shown
 
 
 def test_reader_keeps_no_kv_and_the_error_says_what_to_do(run: Run, kb: None) -> None:
