@@ -115,7 +115,7 @@ def test_scatter_and_gather_blocks_in_any_order(order: list[int], num_tokens: in
 def test_tensor_operations_equal_the_cpu_path(ids: list[int], num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source, fast, slow = new_device(), new_device(seed=1), new_device(seed=1)
     for store in (source, fast):
-        monkeypatch.setattr(store, "_is_on_host", False)
+        monkeypatch.setattr(store, "is_on_host", False)
     kv = slow_gather(source, blocks(*ids), num_tokens)
     assert torch.equal(source.gather(blocks(*ids), num_tokens), kv)
     assert torch.equal(source.gather(blocks(*ids), num_tokens, out=torch.empty(kv.shape)), kv)

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillroom.ops import cpu_narrow
 from stillroom.ops.narrow import (
     GROUP_SIZE,
     NarrowKV,
     Rotation,
+    compile_kernels,
     narrow,
     narrow_by_torch,
     narrow_views,
@@ -106,3 +108,17 @@ def test_sizes() -> None:
     numbers = 2 * 30 * 192 * 3 * 64
     assert num_narrow_bytes(size, 8) == numbers + numbers // 64 * 4
     assert num_narrow_bytes(size, 4) == numbers // 2 + numbers // 64 * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_kernels_serve_placing_without_another_compilation(dtype: torch.dtype) -> None:
+    compile_kernels(dtype)
+    kernels = (cpu_narrow.narrow_into, cpu_narrow.widen_into, cpu_narrow.widen_into_single_threaded)
+    before = [len(kernel.signatures) for kernel in kernels]  # type: ignore[attr-defined]
+    rotation = rotation_from_zero(9, INV_FREQ, 3)
+    found = empty(9, 8)
+    narrow(random_kv(9, dtype), rotation, found)
+    targets = (torch.zeros(LAYERS, 16, HEADS, DIM, dtype=dtype), torch.zeros(LAYERS, 16, HEADS, DIM, dtype=dtype))
+    for is_alone in (True, False):
+        widen_into(found, rotation, targets, torch.arange(9).numpy(), is_alone=is_alone)
+    assert [len(kernel.signatures) for kernel in kernels] == before  # type: ignore[attr-defined]

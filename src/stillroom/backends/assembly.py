@@ -10,7 +10,7 @@ import torch
 
 from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
-from stillroom.core.kv import Tier
+from stillroom.core.kv import FULL_BITS, Tier
 from stillroom.engine.audit import Audit, AuditStats
 from stillroom.errors import ConfigError
 from stillroom.kvcache.blocks.block_pool import BlockPool
@@ -31,6 +31,7 @@ from stillroom.kvstore.record import Defect
 from stillroom.kvstore.tiered_store import TieredStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.numerics import kv_fingerprint
+from stillroom.ops.narrow import compile_kernels
 from stillroom.runner.device_errors import first_line, is_device_loss
 from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
@@ -189,6 +190,8 @@ def build_cache(  # noqa: PLR0913  the parts, once
         device.preload_layers()
     host = HostStore(device.k_LSGD.device)
     tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
+    if config.mode == "prepared" and (prepare or PrepareConfig()).bits != FULL_BITS and device.is_on_host:
+        compile_kernels(device.shape.dtype)
     options = tree_options(
         config,
         device.shape.bytes_per_token,

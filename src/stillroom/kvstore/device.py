@@ -66,12 +66,13 @@ class DeviceStore:
         self.k_LSGD, self.v_LSGD = self._allocated()
         self.is_lost = False
         """Whether the contents are lost; see `lose`."""
-        self._is_on_host = device.type == "cpu"
+        self.is_on_host = device.type == "cpu"
+        """Whether its memory is the host's."""
         self._copies: LayerCopies | None = None
 
     def preload_layers(self) -> None:
         """Let `scatter` and `place` copy layer by layer in another thread, where kernels support it."""
-        if self._is_on_host and self._has_kernels:
+        if self.is_on_host and self._has_kernels:
             self._copies = LayerCopies(self.shape.num_layers)
 
     @property
@@ -152,13 +153,13 @@ class DeviceStore:
         """
         self.settle()
         runs = _runs(block_ids, num_tokens, self.block_size)
-        if out is not None and self._is_on_host:
+        if out is not None and self.is_on_host:
             kv_2LTGD = out
         else:
             kv_2LTGD = torch.empty(self.shape.of_node(num_tokens), dtype=self.shape.dtype, device=self.k_LSGD.device)
         assert kv_2LTGD.is_contiguous() and kv_2LTGD.shape == self.shape.of_node(num_tokens), kv_2LTGD.shape
         for kv_LTGD, kv_LSGD in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True):
-            if self._is_on_host:
+            if self.is_on_host:
                 kv_LTB, kv_LSB = _bytes(kv_LTGD), _bytes(kv_LSGD)
                 for run in runs:
                     kv_LTB[:, run.tokens] = kv_LSB[:, run.slots]
@@ -166,7 +167,7 @@ class DeviceStore:
                 kv_LTGD.copy_(kv_LSGD[:, runs[0].slots])
             else:
                 torch.index_select(kv_LSGD, 1, self._slots(runs), out=kv_LTGD)
-        return kv_2LTGD if out is None or self._is_on_host else out.copy_(kv_2LTGD)
+        return kv_2LTGD if out is None or self.is_on_host else out.copy_(kv_2LTGD)
 
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         """Whether the first `num_tokens` slots of these blocks hold finite numbers only.
@@ -175,7 +176,7 @@ class DeviceStore:
         """
         self.settle()
         runs = _runs(block_ids, num_tokens, self.block_size)
-        slot_sets = [run.slots for run in runs] if self._is_on_host or len(runs) == 1 else [self._slots(runs)]
+        slot_sets = [run.slots for run in runs] if self.is_on_host or len(runs) == 1 else [self._slots(runs)]
         sums = [kv[:, slots].sum(dtype=torch.float32) for kv in (self.k_LSGD, self.v_LSGD) for slots in slot_sets]
         return bool(torch.stack(sums).isfinite().all())
 
@@ -188,7 +189,7 @@ class DeviceStore:
         """
         assert kv_2LTGD.is_contiguous() and kv_2LTGD.dtype == self.shape.dtype, kv_2LTGD.dtype
         runs = _runs(block_ids, kv_2LTGD.shape[2], self.block_size)
-        if self._is_on_host:
+        if self.is_on_host:
             pairs = [(_bytes(kv), _bytes(into)) for kv, into in zip(kv_2LTGD, (self.k_LSGD, self.v_LSGD), strict=True)]
 
             def copy(layers: slice) -> None:
@@ -219,7 +220,7 @@ class DeviceStore:
             turns: of `ops.rope.turns`, for its T tokens.
         """
         num_tokens = turns[0].shape[1]
-        if not self._is_on_host or not self._has_kernels:
+        if not self.is_on_host or not self._has_kernels:
             kv_2LTGD = self.gather(source_block_ids, num_tokens) if isinstance(source, DeviceStore) else source
             kv_2LTGD = kv_2LTGD.to(self.k_LSGD.device)
             cos_LT1P, sin_LT1P = (values[:, :, None] for values in turns)
@@ -253,7 +254,7 @@ class DeviceStore:
             kv: on this device or on the host; as for `scatter`.
             rotation: from position 0 to the keys' positions, on this device.
         """
-        if not self._is_on_host or not self._has_kernels:
+        if not self.is_on_host or not self._has_kernels:
             self.scatter(block_ids, widened(kv.to(self.k_LSGD.device), rotation, self.shape.dtype))
             return
         slots = _slot_array(block_ids, rotation[0].shape[1], self.block_size)

@@ -146,6 +146,19 @@ def widen_into(
     )
 
 
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Compile the kernels for KV of this type on the CPU: seconds, once per machine, for which no question waits."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return
+    size = (1, 1, 1, 2)
+    rotation = (torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    kv = narrow_views(torch.zeros(num_narrow_bytes(size, 8), dtype=torch.uint8), size, 8)
+    narrow(torch.zeros(2, *size, dtype=dtype), rotation, kv)
+    targets = (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype))
+    for is_alone in (True, False):
+        widen_into(kv, rotation, targets, np.zeros(1, np.int64), is_alone=is_alone)
+
+
 def widened(kv: NarrowKV, rotation: Rotation, dtype: torch.dtype) -> torch.Tensor:
     """Return narrow KV as [2, L, T, G, D], by torch, with its keys rotated; the slow twin of `cpu_narrow.widen_into`.
 
