@@ -1,5 +1,7 @@
 """KV in 8 and 4 bits against exact arithmetic, and its kernels against torch."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -113,12 +115,12 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_kernels_serve_placing_without_another_compilation(dtype: torch.dtype) -> None:
     compile_kernels(dtype)
-    kernels = (cpu_narrow.narrow_into, cpu_narrow.widen_into, cpu_narrow.widen_into_single_threaded)
-    before = [len(kernel.signatures) for kernel in kernels]  # type: ignore[attr-defined]
+    kernels: list[Any] = [cpu_narrow.narrow_into, cpu_narrow.widen_into, cpu_narrow.widen_into_single_threaded]
+    before = [len(kernel.signatures) for kernel in kernels]
     rotation = rotation_from_zero(9, INV_FREQ, 3)
     found = empty(9, 8)
     narrow(random_kv(9, dtype), rotation, found)
     targets = (torch.zeros(LAYERS, 16, HEADS, DIM, dtype=dtype), torch.zeros(LAYERS, 16, HEADS, DIM, dtype=dtype))
     for is_alone in (True, False):
         widen_into(found, rotation, targets, torch.arange(9).numpy(), is_alone=is_alone)
-    assert [len(kernel.signatures) for kernel in kernels] == before  # type: ignore[attr-defined]
+    assert [len(kernel.signatures) for kernel in kernels] == before
