@@ -299,7 +299,11 @@ def test_qdrant_index_needs_an_address_and_takes_no_search_goals() -> None:
         load_config(env={})
 
 
-def test_bits_of_prepared_kv_are_16_8_or_4() -> None:
+def test_bits_of_prepared_kv_are_4_8_or_16() -> None:
     assert [PrepareConfig(bits=bits).bits for bits in (16, 8, 4)] == [16, 8, 4]
-    with pytest.raises(ConfigError, match="prepare.bits=5; it must be 16, 8 or 4"):
+    with pytest.raises(ConfigError, match="prepare.bits=5; it must be 4, 8 or 16"):
         PrepareConfig(bits=5)
+    write("[prepare]\nbits = 3\n")
+    with pytest.raises(ConfigError, match="prepare.bits = 3 is not possible; it must be 4, 8 or 16"):
+        load_config(env={})
+    assert settings()["prepare.bits"].allowed == "4, 8 or 16"

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stillroom.config.quantities import Range, UserPath, parse_size, ranges_of
+from stillroom.config.quantities import OneOf, Range, UserPath, parse_size, ranges_of
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import ConfigError
 
@@ -45,7 +45,7 @@ class Setting:
     kind: Any
     """`str`, `int`, `float`, `bool` or a `Literal` of strings."""
     default: object
-    range: Range | None
+    range: Range | OneOf | None
     """None unless the kind is a number."""
     is_path: bool
     """`~` is the user's home folder. A setting that may also be a hub name is expanded where it is resolved."""
@@ -80,6 +80,8 @@ class Setting:
         """The allowed values in words, for messages and the reference."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if isinstance(self.range, OneOf):
+            return str(self.range)
         if self.kind is bool:
             return "true or false"
         if self.kind is str:

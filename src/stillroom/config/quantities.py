@@ -40,6 +40,21 @@ class Range:
         return f"{low} and at most {'2^63 - 1' if self.high == 2**63 - 1 else format(self.high, 'g')}"
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The few numbers that a setting takes: `Annotated[int, OneOf((4, 8, 16))]` beside the field."""
+
+    numbers: tuple[float, ...]
+    """At least two, in the order of messages."""
+
+    def contains(self, value: float) -> bool:
+        return value in self.numbers
+
+    def __str__(self) -> str:
+        *others, last = (f"{number:g}" for number in self.numbers)
+        return f"{', '.join(others)} or {last}"
+
+
 AtLeastZero = Annotated[int, Range(0)]
 AboveZero = Annotated[float, Range(0, is_low_open=True)]
 Share = Annotated[float, Range(0, 1)]
@@ -48,16 +63,18 @@ UserPath = Annotated[str, "`~` is the user's home folder"]
 
 
 @cache
-def ranges_of(section_type: type) -> Mapping[str, Range]:
-    """Return the range of each number of a settings class, by field.
+def ranges_of(section_type: type) -> Mapping[str, Range | OneOf]:
+    """Return the numbers that each number of a settings class may be, by field.
 
-    A field without a `Range` beside it takes whole numbers from 1 or other numbers from 0.
+    A field without a `Range` or `OneOf` beside it takes whole numbers from 1 or other numbers from 0.
     """
-    ranges = {}
+    ranges: dict[str, Range | OneOf] = {}
     for name, annotation in get_type_hints(section_type, include_extras=True).items():
         kind, *extras = get_args(annotation) or (annotation,)
         if kind in (int, float):
-            ranges[name] = next((one for one in extras if isinstance(one, Range)), Range(1 if kind is int else 0))
+            ranges[name] = next(
+                (one for one in extras if isinstance(one, Range | OneOf)), Range(1 if kind is int else 0)
+            )
     return ranges
 
 

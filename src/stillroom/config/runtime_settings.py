@@ -6,9 +6,8 @@ Users import them from `config.settings`.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stillroom.config.quantities import AboveZero, AtLeastZero, Range, Share, check_ranges
+from stillroom.config.quantities import AboveZero, AtLeastZero, OneOf, Range, Share, check_ranges
 from stillroom.config.retrieval_settings import Dtype
-from stillroom.errors import ConfigError
 
 BUNDLED_MODEL = "bundled"
 """Model name of the default bundled model, which is the reader."""
@@ -167,7 +166,7 @@ class PrepareConfig:
     model takes, at most 4096."""
     overlap: Share = 0.25
     """Share of a window that the next one computes again, so that its first chunks have context too."""
-    bits: Annotated[int, Range(4, 16)] = 8
+    bits: Annotated[int, OneOf((4, 8, 16))] = 8
     """Bits of each number of prepared KV on host and disk, with `reuse.mode = "prepared"`: 16 (as it was computed, in
     the model's type), 8 or 4. KV kept with fewer bits is computed again; KV kept with more is used as it is (`stillroom
     cache clear` makes room)."""
@@ -178,8 +177,6 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         check_ranges("prepare", self)
-        if self.bits not in (16, 8, 4):
-            raise ConfigError(f"prepare.bits={self.bits}; it must be 16, 8 or 4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,9 @@ class ContextsOptions:
     model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.")
     num_questions: int | None = flag(None, "Maximum number of questions.", "--limit", min=1)
     windows: tuple[int, ...] = flag((), "Also prepare in windows of this many chunks.", "--window", min=2)
-    bits: tuple[int, ...] = flag((), "Also keep the KV in 8 or 4 bits a number.", "--bits", min=4, max=8)
+    bits: tuple[int, ...] = flag(
+        (), "Also keep the KV in this many bits a number, 8 or 4, and compare with 16.", "--bits", metavar="8|4"
+    )
     dtype: Literal["float32", "bfloat16"] = flag("float32", "Type of weights and KV: float32 or bfloat16.")
     max_tokens: int = flag(8, "Maximum number of tokens of an answer.", min=1)
     seed: int = seed_flag()

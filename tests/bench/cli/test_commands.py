@@ -54,6 +54,11 @@ def test_json_is_printed(run: Run, calls: Calls) -> None:
     assert result.json["tables"]["ndcg_at_10 per set"] == [{"rule": "RRF", "first": 0.25}]
 
 
+def test_help_of_bits_names_the_accepted_values(run: Run) -> None:
+    shown = [word for word in run("bench", "contexts", "--help").out.split() if word.isascii()]
+    assert "--bits 8|4" in " ".join(shown) and "8 or 4, and compare with 16" in " ".join(shown)
+
+
 def test_work_folder_defaults_to_the_users_cache(run: Run, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
 
