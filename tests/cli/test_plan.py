@@ -13,6 +13,7 @@ from stillroom.cli.plan import MISSED
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
+from stillroom.models import bundled_models
 from stillroom.planner.inputs import measure_inputs
 from stillroom.planner.workload import PlannedWorkload, QuestionCounts
 from stillroom.rag.stillroom import Stillroom
@@ -26,7 +27,8 @@ from tests.server.knowledge import QUESTION, write_knowledge
 
 pytestmark = pytest.mark.microworld
 
-SMALL = ("--requests", 6, "--different", 3, "--answer-tokens", 2, "--device-memory", "64MiB", "--quiet")
+MODEL = ("--model", "bundled:microworld")
+SMALL = (*MODEL, "--requests", 6, "--different", 3, "--answer-tokens", 2, "--device-memory", "64MiB", "--quiet")
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +212,27 @@ def test_validate_runs_the_workload(run: Run, kb: Path, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_calls_exit_2(run: Run, kb: Path, flags: tuple[str, ...], message: str) -> None:
-    found = run("plan", "--kb", kb, "--requests", 2, "--different", 2, "--quiet", *flags)
+    found = run("plan", "--kb", kb, *MODEL, "--requests", 2, "--different", 2, "--quiet", *flags)
     assert found.code == WRONG_CALL and message in found.err
 
 
-def test_plan_needs_a_knowledge_base_with_chunks(run: Run, tmp_path: Path) -> None:
-    assert run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "none").code == WRONG_CALL
+@pytest.mark.parametrize("flags", [(), ("--questions", "asked.txt")])
+def test_plan_needs_a_knowledge_base_with_chunks(run: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    Path("asked.txt").write_text(f"{QUESTION}\n")
+    assert run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "none", *MODEL).code == WRONG_CALL
     with Stillroom.open(tmp_path / "empty"):
         pass
-    found = run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "empty", "--quiet")
-    assert found.code == WRONG_CALL and "holds no chunks" in found.err
+    found = run("plan", "--slo-ttft", "1s", "--kb", tmp_path / "empty", "--quiet", *MODEL, *flags)
+    assert found.code == WRONG_CALL and not found.out
+    assert "holds no chunks; add documents first: stillroom add" in found.err
+
+
+@pytest.mark.parametrize("flags", [(), ("--model", "bundled:reader"), ("--model", "bundled")])
+def test_plan_for_the_reader_is_refused_and_names_the_flag(
+    run: Run, kb: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled_models, "DEFAULT", "reader")  # as without this module's marker
+    monkeypatch.delenv("STILLROOM_RUNTIME__MODEL")
+    found = run("plan", "--slo-ttft", "1s", "--kb", kb, "--json", *flags)
+    assert found.code == WRONG_CALL and not found.out
+    assert "the reader keeps no KV" in found.err and "--model (runtime.model)" in found.err

@@ -38,7 +38,7 @@ def test_request_log_gives_questions_counts_and_answer_length(tmp_path: Path) ->
         log.add(f"r{number}", float(number), {"question": question, "num_generated_tokens": tokens})
     log.close()
 
-    found = questions_of(cast(KnowledgeBase, SimpleNamespace(path=tmp_path)), None, 10, 0)
+    found = questions_of(cast(KnowledgeBase, SimpleNamespace(path=tmp_path, num_chunks=1)), None, 10, 0)
 
     assert dict(zip(found.texts, found.counts, strict=True)) == {"why?": 2, "how?": 1}
     assert found.answer_tokens == 30 and found.has_popularity
@@ -49,7 +49,7 @@ def test_unreadable_request_log_warns_and_questions_are_made_from_chunks(
 ) -> None:
     chunks = [Chunk(ChunkId(1), DocumentId("a.md"), 0, "about keys")]
     documents = [SimpleNamespace(document_id="a.md")]
-    kb = SimpleNamespace(path=tmp_path, documents=lambda: documents, chunks_of=lambda _: chunks)
+    kb = SimpleNamespace(path=tmp_path, num_chunks=1, documents=lambda: documents, chunks_of=lambda _: chunks)
     (tmp_path / TRACE_FILE).write_text("no database" * 100)
 
     assert questions_of(cast(KnowledgeBase, kb), None, 10, 0).texts == ("about keys",)

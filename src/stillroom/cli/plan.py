@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 MISSED = 1
 
+_NO_KV = (
+    "the reader keeps no KV, so there is no memory for KV to plan. Name the model that will answer: --model "
+    f"(runtime.model) with a checkpoint's folder, a hub name, or {MICROWORLD} for a trial. Without a model, the reader "
+    "answers and needs no plan"
+)
+
 HELP = help_text(
     "Split device, host and disk memory between vector index and kept KV to meet a latency target.",
     "It times searches for the workload's questions, takes the model's costs (stillroom calibrate), and simulates the "
@@ -40,14 +46,16 @@ HELP = help_text(
     "predicted times to the first token, the rate it sustains, the effect of halving or doubling each part, what to "
     "buy next, and what preparing documents gains. If no split meets the target, it prints why and by how much, and "
     "the exit code is 1. Method: docs/planning.md.",
+    "It plans for the model that answers (--model, or runtime.model of the settings), which must generate text: the "
+    "bundled reader, which answers without a model, keeps no KV.",
     "Questions come from --questions, else from the request log, else from the documents. Write sizes as 512MiB or "
     "4GiB, times as 300ms or 1.5s.",
     examples=(
-        "stillroom plan --slo-ttft 300ms --rate 4",
-        "stillroom plan --slo-ttft 1.5s --slo-percentile 99 --rate 2 --ram 8GiB --questions asked.jsonl",
-        "stillroom plan --slo-ttft 300ms --rate 4 --trace arrivals.csv --apply",
-        "stillroom plan --slo-ttft 300ms --rate 4 --validate",
-        "stillroom plan --slo-ttft 300ms --json | jq .chosen",
+        "stillroom plan --slo-ttft 300ms --rate 4 --kb ./kb --model ./models/qwen2.5-0.5b",
+        "stillroom plan --slo-ttft 1.5s --slo-percentile 99 --ram 8GiB --questions asked.jsonl --model MODEL",
+        "stillroom plan --slo-ttft 300ms --rate 4 --trace arrivals.csv --apply --model MODEL",
+        "stillroom plan --slo-ttft 300ms --rate 4 --validate --model MODEL",
+        "stillroom plan --slo-ttft 300ms --json --model MODEL | jq .chosen",
     ),
 )
 
@@ -121,10 +129,11 @@ def plan(  # noqa: PLR0913  one parameter per flag
     target_seconds = as_seconds("--slo-ttft", slo_ttft)
     wanted = {"--device-memory": device, "--ram": ram, "--disk": disk}
     sizes = {flag: as_bytes(flag, text) for flag, text in wanted.items()}
-    model = model or _decoder(config, quiet=quiet)
     loaded = opening.load_settings(config, {"runtime.model": model})
     if loaded.engine.kind != "builtin":
         raise UsageError(f"engine.kind={loaded.engine.kind} manages its own KV; plan needs engine.kind=builtin")
+    if reader_folder(loaded.runtime.model) is not None:
+        raise UsageError(_NO_KV)
     is_quiet = quiet or as_json
 
     from stillroom.cli.plan_report import show
@@ -160,16 +169,6 @@ def plan(  # noqa: PLR0913  one parameter per flag
         print_json(payload)
     if not found.is_feasible:
         raise typer.Exit(MISSED)
-
-
-def _decoder(config: Path | None, *, quiet: bool) -> str | None:
-    """Return a decoder to plan for if the configured model is a reader, which has no KV; None plans for that model."""
-    configured = opening.load_settings(config)
-    if configured.engine.kind != "builtin" or reader_folder(configured.runtime.model) is None:
-        return None
-    if not quiet:
-        note(f"the bundled reader has no KV; this plan is for {MICROWORLD}. Name your model with --model")
-    return MICROWORLD
 
 
 def _budgets(

@@ -58,6 +58,8 @@ def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> 
     Raises:
         UsageError: the file holds no question, or the knowledge base holds no chunk.
     """
+    if not kb.num_chunks:
+        raise UsageError(f"{kb.path} holds no chunks; add documents first: stillroom add PATH --kb {kb.path}")
     if file is not None:
         return _counted(read_questions(file), file.name, most)
     past = _past_questions(kb.path / TRACE_FILE)
@@ -66,8 +68,6 @@ def questions_of(kb: KnowledgeBase, file: Path | None, most: int, seed: int) -> 
         questions = _counted([question for question, _ in past], "the questions asked lately", most)
         return QuestionCounts(questions.texts, questions.counts, questions.source, max(1, answer_tokens))
     made = made_questions(kb, most, seed)
-    if not made:
-        raise UsageError(f"{kb.path} holds no chunks; add documents first: stillroom add PATH --kb {kb.path}")
     return QuestionCounts(tuple(made), (1,) * len(made), "made from the documents, for want of real ones")
 
 
