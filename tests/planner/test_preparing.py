@@ -15,7 +15,7 @@ from stillroom.planner.forecast import Forecaster, Variation
 from stillroom.planner.inputs import PlanInputs
 from stillroom.planner.plan_json import plan_as_json
 from stillroom.planner.planner import make_plan
-from stillroom.planner.preparing import first_questions, held_out_workload, plan_preparing
+from stillroom.planner.preparing import LEAST_FIRST, first_questions, held_out_workload, plan_preparing
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom.planner.splits import Budgets, Split
 from stillroom.planner.workload import PlannedWorkload
@@ -91,6 +91,8 @@ def test_larger_budgets_cover_more_and_are_faster() -> None:
     shares, configured = plan.rows[:-1], plan.rows[-1]
     assert [row.share for row in shares] == [0.0, 0.05, 0.25, 1.0] and configured.share is None
     assert [row.prepared.num_chunks for row in shares] == [0, 1, 4, 16]
+    # documents are prepared whole, so one chunk needs the room of its document's four
+    assert [row.needed_bytes for row in shares] == [0, 4 * RECORD, 4 * RECORD, 16 * RECORD]
     assert [row.all_covered for row in shares] == sorted(row.all_covered for row in shares)
     assert shares[0].partly_covered == 0 and shares[2].partly_covered > 0 and shares[-1].all_covered == 1.0
     assert (shares[-1].prepared.num_bytes, shares[-1].prepared.num_chunks) == (16 * RECORD, plan.num_chunks)
@@ -99,6 +101,13 @@ def test_larger_budgets_cover_more_and_are_faster() -> None:
     assert first[-1] < first[2] < first[0] == plan.today.first_seconds
     assert 0 < plan.num_first <= plan.num_requests and plan.advice in plan.rows
     assert plan.search_seconds == pytest.approx(0.003)
+
+
+def test_small_corpus_has_no_two_rows_of_the_same_chunks() -> None:
+    made = inputs()
+    few = replace(made, documents=replace(made.documents, documents=made.documents.documents[:2]))
+    shares = plan_preparing(few, SPLIT).rows[:-1]
+    assert [(row.share, row.prepared.num_chunks) for row in shares] == [(0.0, 0), (0.25, 2), (1.0, 8)]
 
 
 def test_percentages_have_disk_of_their_own() -> None:
@@ -117,6 +126,66 @@ def test_report_names_the_gain_and_the_setting(capsys: pytest.CaptureFixture[str
     show_preparing(plan_preparing(inputs("prepared"), SPLIT))
     printed = capsys.readouterr().out
     assert ", none " not in printed and "It needs" not in printed
+
+
+@pytest.mark.parametrize(
+    ("disk_bytes", "disk_kv", "names"),
+    [
+        (10**6, 10**6, []),
+        (4 * RECORD, 10**6, ["prepare.disk_bytes"]),
+        (10**6, 8 * RECORD, ["reuse.disk_bytes"]),
+        (0, 0, ["prepare.disk_bytes", "reuse.disk_bytes"]),
+    ],
+)
+def test_advice_names_the_budgets_that_are_too_small(
+    disk_bytes: int, disk_kv: int, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, split = inputs("prepared", disk_bytes), replace(SPLIT, disk_kv=disk_kv)
+    plan = plan_preparing(made, split)
+    assert plan.advice is not None and plan.advice.prepared.num_chunks == 16
+    assert [change.path for change in plan.changes] == names
+    show_preparing(plan)
+    printed = capsys.readouterr().out
+    assert ("Set " in printed) == bool(names)
+    for change in plan.changes:
+        assert f'{change.path} = "1MiB" instead of ' in printed
+    told = plan.as_json()["advice"]["settings"]
+    assert told == [{"setting": one.path, "before": one.before, "after": 2**20} for one in plan.changes]
+
+    after = {change.path: change.after for change in plan.changes}
+    config = replace(made.policy.prepare, disk_bytes=int(str(after.get("prepare.disk_bytes", disk_bytes))))
+    changed = replace(made, policy=replace(made.policy, prepare=config))
+    now = plan_preparing(changed, replace(split, disk_kv=int(str(after.get("reuse.disk_bytes", disk_kv)))))
+    assert now.rows[-1].prepared.num_chunks == 16 and not now.changes, "the advice is enough"
+
+
+@pytest.mark.parametrize(("host_bytes", "name"), [(5000, "prepare.host_bytes"), (10**6, "reuse.host_bytes")])
+def test_advice_names_the_setting_that_limits_the_host(
+    host_bytes: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = inputs()
+    small = replace(made.policy.prepare, host_bytes=host_bytes)
+    plan = plan_preparing(replace(made, policy=replace(made.policy, prepare=small)), SPLIT)
+    show_preparing(plan)
+    assert f" of it ({name}); the rest is read from disk." in capsys.readouterr().out
+    assert plan.as_json()["advice"]["host_limit"] == {"setting": name, "bytes": min(host_bytes, SPLIT.host_kv)}
+    assert plan_preparing(made, replace(SPLIT, host_kv=10**6)).host_limit is None
+
+
+def test_report_says_what_the_gain_depends_on_and_warns_of_few_first_questions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_preparing(inputs(), SPLIT)
+    show_preparing(plan)
+    printed = capsys.readouterr().out
+    different = len(set(held_out_workload(inputs().workload).asked))
+    assert f"{plan.num_requests - different} of these {plan.num_requests} requests repeat an earlier one" in printed
+    assert plan.num_first < LEAST_FIRST and f"Warning: only {plan.num_first} first questions." in printed
+    assert plan.as_json()["has_few_first_questions"]
+
+    show_preparing(replace(plan, num_first=LEAST_FIRST))
+    assert "Warning" not in capsys.readouterr().out
+    assert 1.96 * (0.25 / LEAST_FIRST) ** 0.5 < 0.2 < 1.96 * (0.25 / (LEAST_FIRST - 1)) ** 0.5
 
 
 def test_slow_search_leaves_nothing_to_gain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,11 +51,12 @@ HELP = help_text(
     "Questions come from --questions, else from the request log, else from the documents. Write sizes as 512MiB or "
     "4GiB, times as 300ms or 1.5s.",
     examples=(
-        "stillroom plan --slo-ttft 300ms --rate 4 --kb ./kb --model ./models/qwen2.5-0.5b",
-        "stillroom plan --slo-ttft 1.5s --slo-percentile 99 --ram 8GiB --questions asked.jsonl --model MODEL",
-        "stillroom plan --slo-ttft 300ms --rate 4 --trace arrivals.csv --apply --model MODEL",
-        "stillroom plan --slo-ttft 300ms --rate 4 --validate --model MODEL",
-        "stillroom plan --slo-ttft 300ms --json --model MODEL | jq .chosen",
+        "stillroom plan --slo-ttft 300ms --rate 4 --model ./models/qwen2.5-0.5b",
+        "stillroom plan -m MODEL --slo-ttft 1.5s --slo-percentile 99 --ram 8GiB",
+        "stillroom plan -m MODEL --slo-ttft 300ms --questions asked.jsonl",
+        "stillroom plan -m MODEL --slo-ttft 300ms --trace arrivals.csv --apply",
+        "stillroom plan -m MODEL --slo-ttft 300ms --rate 4 --validate",
+        "stillroom plan -m MODEL --slo-ttft 300ms --json | jq .chosen",
     ),
 )
 

@@ -29,7 +29,24 @@ def show_preparing(plan: "PreparingPlan") -> None:
     for row in plan.rows:
         name = "prepare.disk_bytes" if row.share is None else f"{row.share:.0%} of the chunks"
         _show_row(name, row)
+    _show_limits(plan)
     line(_advice(plan))
+
+
+def _show_limits(plan: "PreparingPlan") -> None:
+    line(
+        f"The gain for later questions depends on how often questions repeat: {plan.num_repeated:,} of these "
+        f"{count(plan.num_requests, 'request')} repeat an earlier one. Requests are drawn by how often each question "
+        "stands in the questions given, or by --zipf if none stands there twice."
+    )
+    if plan.has_few_first:
+        from stillroom.planner.preparing import LEAST_FIRST
+
+        line(
+            f"Warning: only {count(plan.num_first, 'first question')}. With fewer than {LEAST_FIRST}, a share of them "
+            "is uncertain by more than 20 points (95 %), as much as the budgets of 5% and 25% are apart. Give more "
+            "questions: --questions, --different, --requests."
+        )
 
 
 def _show_row(name: str, row: "PreparingRow") -> None:
@@ -59,9 +76,25 @@ def _advice(plan: "PreparingPlan") -> str:
         f"{_seconds(advice.first_seconds)} instead of {_seconds(plan.today.first_seconds)}, later ones "
         f"{_seconds(advice.later_seconds)} instead of {_seconds(plan.today.later_seconds)}."
     )
-    if plan.mode == "prepared":
-        return text
-    return f'{text} It needs reuse.mode = "prepared", with which answers may change (docs/prepared.md).'
+    if plan.mode != "prepared":
+        text += ' It needs reuse.mode = "prepared", with which answers may change (docs/prepared.md).'
+    return text + _budgets(plan)
+
+
+def _budgets(plan: "PreparingPlan") -> str:
+    """Return the sizes that the advice needs set, and the setting that keeps a part of it out of host memory."""
+    text = ""
+    shown = [
+        f'{one.path} = "{one.after // 1024**2}MiB" instead of {size(one.before)}'
+        for one in plan.changes
+        if isinstance(one.before, int) and isinstance(one.after, int)
+    ]
+    if shown:
+        text += f" Set {' and '.join(shown)}."
+    if plan.host_limit is not None:
+        name, num_bytes = plan.host_limit
+        text += f" Host memory holds {size(num_bytes)} of it ({name}); the rest is read from disk."
+    return text
 
 
 def _seconds(seconds: float | None) -> str:

@@ -17,12 +17,12 @@ SettingValue = int | float | bool | str
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """One setting that `edit_file` changed."""
+    """One setting, before and after a change."""
 
     path: str
     """`section.field`."""
     before: object
-    """None if the file did not hold the setting."""
+    """None if `edit_file` did not find it in the file."""
     after: SettingValue
 
 

@@ -157,18 +157,28 @@ def all_windows(
     return PreparedDocuments(tuple(found))
 
 
-def first_chunks(
-    prepared: PreparedDocuments, num_chunks: int, hardware: HardwareModel, config: PrepareConfig
-) -> PreparedDocuments:
-    """Return the first windows with this many chunks in all; the last one is cut."""
+def whole_windows(prepared: PreparedDocuments, num_chunks: int) -> PreparedDocuments:
+    """Return the first windows that have at least this many chunks in all; all windows if they have fewer."""
     found: list[PlannedWindow] = []
     left = num_chunks
     for window in prepared.windows:
         if left <= 0:
             break
-        found.append(window if window.num_chunks <= left else _beginning(window, left, hardware, config))
+        found.append(window)
         left -= window.num_chunks
     return PreparedDocuments(tuple(found))
+
+
+def first_chunks(
+    prepared: PreparedDocuments, num_chunks: int, hardware: HardwareModel, config: PrepareConfig
+) -> PreparedDocuments:
+    """Return the first windows with this many chunks in all; the last one is cut."""
+    whole = whole_windows(prepared, num_chunks)
+    num_more = whole.num_chunks - num_chunks
+    if num_more <= 0:
+        return whole
+    *others, last = whole.windows
+    return PreparedDocuments((*others, _beginning(last, last.num_chunks - num_more, hardware, config)))
 
 
 def within(prepared: PreparedDocuments, num_bytes: int) -> PreparedDocuments:

@@ -233,10 +233,14 @@ class Forecaster:
         else:
             prepared = first_chunks(windows, variation.prepared_chunks, inputs.hardware, inputs.policy.prepare)
             prepare = replace(prepare, disk_bytes=prepared.num_bytes)
-            system = inputs.documents.frame.segments[0].token_ids
-            added = prepared.num_bytes + size_on_disk(len(system) * inputs.hardware.bytes_per_token)
-            reuse = replace(reuse, disk_bytes=split.disk_kv + added)
+            reuse = replace(reuse, disk_bytes=split.disk_kv + prepared.num_bytes + self.system_bytes)
         return replace(inputs.policy, reuse=reuse, prepare=prepare), prepared
+
+    @property
+    def system_bytes(self) -> int:
+        """Bytes of the system message's record, which all prepared KV stands behind."""
+        system = self.inputs.documents.frame.segments[0].token_ids
+        return size_on_disk(len(system) * self.inputs.hardware.bytes_per_token)
 
     def windows(self, device_kv: int) -> PreparedDocuments:
         """Return what preparing all documents takes, with this much device memory for KV."""
