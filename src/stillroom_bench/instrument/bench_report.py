@@ -19,6 +19,7 @@ from stillroom_bench.instrument.statistics import (
     ratio_of_means,
     ratio_of_medians,
     summarise,
+    summarise_shares,
 )
 
 FORMAT = 1
@@ -46,7 +47,14 @@ class BenchResult:
     sample_of: SampleOf = "run"
 
     def summary(self, arm: str, metric: str) -> Summary:
-        return summarise(self.samples.of(arm, metric))
+        samples = self.samples.of(arm, metric)
+        return summarise_shares(samples) if self.is_share(metric) else summarise(samples)
+
+    def is_share(self, metric: str) -> bool:
+        """Return whether all samples are between 0 and 1, and of questions, as for right answers; times are not."""
+        if self.sample_of != "question" or metric.endswith("seconds"):
+            return False
+        return all(0.0 <= value <= 1.0 for arm in self.samples.values.values() for value in arm.get(metric, ()))
 
     def ratio(self, arm: str, metric: str) -> Interval | None:
         """Return the ratio of this arm's median to the baseline's; of means if samples are paired questions.
@@ -69,6 +77,16 @@ class BenchResult:
         if self.sample_of == "question":
             return ""
         return summary.reproducibility.value + (" (!)" if summary.is_flaky(self.flaky_cv) else "")
+
+    @property
+    def footnote(self) -> str:
+        """Explains the table of `rows`."""
+        if self.sample_of == "question":
+            return (
+                "Intervals: 95 %. Those of shares, whose samples are between 0 and 1, stay there: Wilson's if all "
+                "samples are 0 or 1."
+            )
+        return f"(!) flaky: CV above {self.flaky_cv:.0%}."
 
     def to_json(self) -> dict[str, Any]:
         """Return the result with its summaries as JSON; infinite values and NaN become None."""
@@ -96,8 +114,8 @@ class BenchResult:
         return {
             "samples": self.samples.of(arm, metric),
             "summary": asdict(summary),
-            "reproducibility": summary.reproducibility.value,
-            "is_flaky": summary.is_flaky(self.flaky_cv),
+            "reproducibility": None if self.sample_of == "question" else summary.reproducibility.value,
+            "is_flaky": self.sample_of != "question" and summary.is_flaky(self.flaky_cv),
             "ratio_to_baseline": None if ratio is None else asdict(ratio),
         }
 
@@ -137,25 +155,27 @@ def share_name(share: float) -> str:
 
 
 def rows(result: BenchResult) -> list[dict[str, str]]:
-    """Return the table of the report: one row per arm and metric."""
+    """Return the table of the report: one row per arm and metric. A share has a mean and no spread."""
     table = []
     for arm, metrics in result.samples.values.items():
         for metric in metrics:
             summary, ratio = result.summary(arm, metric), result.ratio(arm, metric)
 
+            is_share = result.is_share(metric)
+
             def show(value: float, metric: str = metric) -> str:
                 return format_value(metric, value)
 
+            spread = {"p50": summary.p50, "p95": summary.p95, "p99": summary.p99, "std": summary.std}
+            shown = {name: "" if is_share else show(value) for name, value in spread.items()}
             table.append(
                 {
                     "arm": arm,
                     "metric": metric,
-                    "p50": show(summary.p50),
-                    "p95": show(summary.p95),
-                    "p99": show(summary.p99),
+                    **{name: shown[name] for name in ("p50", "p95", "p99")},
                     "mean": f"{show(summary.mean)} [{show(summary.ci_low)}, {show(summary.ci_high)}]",
-                    "std": show(summary.std),
-                    "CV": f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
+                    "std": shown["std"],
+                    "CV": "" if is_share else f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
                     "class": result.reproducibility(summary),
                     "x baseline": "" if ratio is None else str(ratio),
                 }
@@ -177,7 +197,7 @@ def to_markdown(result: BenchResult) -> str:
         *([""] if result.notes else []),
     ]
     if result.samples.values:
-        lines += [*markdown_table(rows(result)), "", f"(!) flaky: CV above {result.flaky_cv:.0%}.", ""]
+        lines += [*markdown_table(rows(result)), "", result.footnote, ""]
     for name, table in result.tables.items():
         lines += [f"## {name}", "", *markdown_table(table), ""]
     return "\n".join(lines)

@@ -36,7 +36,7 @@ def to_html(result: BenchResult, comparison: ResultComparison | None = None) -> 
         "<table>" + "".join(f"<tr><th>{_text(k)}<td>{_text(v)}" for k, v in facts.items()) + "</table>",
         "".join(f"<p>{_text(note)}" for note in result.notes),
         _table(rows(result)),
-        f"<p><span class=flaky>(!)</span> flaky: coefficient of variation above {result.flaky_cv:.0%}.",
+        f"<p>{_text(result.footnote)}",
     ]
     if comparison is not None:
         parts += ["<h2>Against the earlier run</h2>", *(f"<p>{_text(warning)}." for warning in comparison.warnings)]

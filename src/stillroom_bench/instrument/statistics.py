@@ -6,7 +6,7 @@ ordered by construction.
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -45,7 +45,8 @@ class Summary:
     """std / |mean|; infinite for a mean of 0 with any spread."""
     ci_low: float
     ci_high: float
-    """95 % confidence interval of the mean: Student t below 30 samples, normal from 30."""
+    """95 % confidence interval of the mean: Student t below 30 samples, normal from 30; of shares see
+    `summarise_shares`."""
     p50: float
     p95: float
     p99: float
@@ -79,6 +80,18 @@ def summarise(samples: Sequence[float]) -> Summary:
     return Summary(values.size, mean, std, cv, mean - half, mean + half, p50, p95, p99, low, high)
 
 
+def summarise_shares(samples: Sequence[float]) -> Summary:
+    """Summarise at least one sample between 0 and 1.
+
+    The interval of the mean stays there: Wilson's if all samples are 0 or 1, else that of `summarise`, cut.
+    """
+    summary = summarise(samples)
+    if set(samples) <= {0.0, 1.0}:
+        interval = wilson(int(sum(samples)), len(samples))
+        return replace(summary, ci_low=interval.low, ci_high=interval.high)
+    return replace(summary, ci_low=max(0.0, summary.ci_low), ci_high=min(1.0, summary.ci_high))
+
+
 def _half_width(std: float, count: int) -> float:
     if count < 2:
         return math.nan  # the spread of one sample is unknown
@@ -105,6 +118,12 @@ class Interval:
     def excludes(self, value: float) -> bool:
         """Return whether the interval lies entirely above or below a value."""
         return value < self.low or value > self.high
+
+
+def wilson(num_right: int, num_samples: int) -> Interval:
+    """Return the share of right samples, of at least one, with its 95 % interval by Wilson (1927)."""
+    interval = stats.binomtest(num_right, num_samples).proportion_ci(method="wilson")
+    return Interval(num_right / num_samples, float(interval.low), float(interval.high))
 
 
 def bootstrapped(values: FloatArray, *, seed: int = 0, num_resamples: int = 2000) -> Interval:

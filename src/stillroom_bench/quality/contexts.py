@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from scipy.stats import binomtest
-
 from stillroom.config.settings import TokenSelector
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.statistics import wilson
 from stillroom_bench.quality.context_asking import ContextAsker
 from stillroom_bench.quality.context_questions import (
     Before,
@@ -216,8 +214,8 @@ def _table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 def share_of_right(values: Sequence[bool]) -> str:
     """Return the share with its Wilson interval at 95 %."""
-    interval = binomtest(sum(values), len(values)).proportion_ci(method="wilson")
-    return f"{np.mean(values):.3f} ({interval.low:.3f} to {interval.high:.3f}; n={len(values)})"
+    share = wilson(sum(values), len(values))
+    return f"{share.value:.3f} ({share.low:.3f} to {share.high:.3f}; n={len(values)})"
 
 
 def _ask_all(

@@ -49,7 +49,7 @@ _TIMES = {"answer_seconds": "time to answer", "after_search_seconds": "after the
 _NOTE = (
     "Exact match and F1 are those of the span that the reader marks, else of the whole text (SQuAD 1.1); quoted: the "
     "text holds an accepted answer; cited: a cited source is the gold passage or holds an accepted answer, of the "
-    "questions that were answered. Intervals are bootstrapped, 95 %."
+    "questions that were answered. Intervals of both tables below are bootstrapped, 95 %."
 )
 
 

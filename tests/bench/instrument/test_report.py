@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillroom_bench.instrument.bench_report import BenchResult, format_value, markdown_table, save, to_markdown
+from stillroom_bench.instrument.bench_report import BenchResult, format_value, markdown_table, rows, save, to_markdown
 from stillroom_bench.instrument.comparison import Earlier, compare, load_earlier
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
@@ -71,6 +71,22 @@ def test_markdown_marks_flaky_metrics(result: BenchResult) -> None:
     assert "(!)" in line
     assert "(!)" not in next(line for line in text.splitlines() if line.startswith("| ours | search_seconds"))
     assert "bench x" in text and result.environment.processor in text
+
+
+def test_shares_of_questions_have_wilsons_interval_and_are_never_flaky(result: BenchResult) -> None:
+    found = Samples()
+    for right, f1 in [(1.0, 1.0), (1.0, 1.0), (0.0, 0.9), (1.0, 1.0)]:
+        found.add("ours", {"right": right, "f1": f1, "answer_seconds": 1.0 - right / 2})
+    shares = dataclasses.replace(result, samples=found, baseline=None, sample_of="question")
+    shown = {row["metric"]: row for row in rows(shares)}
+    assert shown["right"]["mean"] == "0.75 [0.3006, 0.9544]" and shown["f1"]["mean"].endswith(", 1]")
+    assert {shown["right"][name] for name in ("p50", "p95", "p99", "std", "CV", "class")} == {""}
+    assert shown["answer_seconds"]["p50"] == "500 ms" and shown["answer_seconds"]["CV"] != ""
+    for page in (to_markdown(shares), to_html(shares)):
+        assert "flaky:" not in page and "Wilson" in page
+    told = shares.to_json()["arms"]["ours"]["right"]
+    assert not told["is_flaky"] and told["reproducibility"] is None and told["summary"]["ci_high"] < 1.0
+    assert "flaky: CV above 20%" in to_markdown(dataclasses.replace(shares, sample_of="run"))
 
 
 def test_html_is_self_contained_and_escaped(result: BenchResult) -> None:

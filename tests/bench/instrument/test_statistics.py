@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from stillroom_bench.instrument.statistics import Reproducibility, holm, paired_tests, ratio_of_medians, summarise
+from stillroom_bench.instrument.statistics import (
+    Reproducibility,
+    holm,
+    paired_tests,
+    ratio_of_medians,
+    summarise,
+    summarise_shares,
+    wilson,
+)
 
 SAMPLES = st.lists(st.floats(0.001, 1000), min_size=1, max_size=60)
 
@@ -50,6 +58,20 @@ def test_intervals_equal_those_of_scipy(samples: list[float]) -> None:
     distribution = stats.t(count - 1) if count < 30 else stats.norm()
     low, high = summary.mean - distribution.ppf(0.975) * error, summary.mean + distribution.ppf(0.975) * error
     assert (summary.ci_low, summary.ci_high) == pytest.approx((low, high), rel=1e-3, abs=1e-6)
+
+
+@given(st.lists(st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1)), min_size=1, max_size=40))
+def test_interval_of_shares_stays_between_0_and_1_and_holds_the_mean(samples: list[float]) -> None:
+    summary = summarise_shares(samples)
+    assert 0.0 <= summary.ci_low <= summary.mean + 1e-12 and summary.mean - 1e-12 <= summary.ci_high <= 1.0
+
+
+def test_interval_of_right_answers_is_that_of_wilson() -> None:
+    summary = summarise_shares([1.0, 1.0, 1.0, 0.0])
+    # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n) with p = 0.75, n = 4, z = 1.96
+    assert (summary.ci_low, summary.ci_high) == pytest.approx((0.30064, 0.95441), abs=1e-4)
+    assert summarise([1.0, 1.0, 1.0, 0.0]).ci_high > 1.0, "Student's t is beyond"
+    assert wilson(4, 4).low == pytest.approx(4 / (4 + 1.96**2), abs=1e-4), "four right answers are no proof of all"
 
 
 @given(SAMPLES)
