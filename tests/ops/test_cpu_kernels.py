@@ -213,11 +213,13 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
             pytest.skip("there is no folder to keep code in")
         names = {name for name, *_ in one._cache._cache_file._source_stamp}
         assert names == {
+            "cpu_attention.py",
             "cpu_compiler.py",
             "cpu_graph_walk.py",
             "cpu_kernels.py",
             "cpu_narrow.py",
             "cpu_products.py",
+            "cpu_vectors.py",
         }
 
 

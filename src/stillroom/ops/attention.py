@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from stillroom.ops import cpu_kernels
+from stillroom.ops import block_attention, cpu_kernels
 from stillroom.ops.device_attention import DevicePlan, has_kernels, queries_per_tile
 
 # T packed query tokens, B of them single queries of their span, Q queries of one span, K context tokens of one span,
@@ -66,8 +66,7 @@ class AttentionPlan:
     @cached_property
     def contexts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Slots of single queries' contexts back to back, and the bounds of each context [B + 1]; for CPU kernels."""
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        return np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in self._single)]), starts
+        return _contexts(self._single)
 
     @cached_property
     def splits(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -77,6 +76,17 @@ class AttentionPlan:
     @property
     def _lengths(self) -> NDArray[np.int64]:
         return np.array([span.num_context_tokens for span in self._single], dtype=np.int64)
+
+    @cached_property
+    def _blocks(self) -> block_attention.BlockPlan:
+        spans = self._multi_query
+        ends_T = np.zeros(self.spans[-1].query_end, np.int64)
+        for span in spans:
+            num_queries = span.query_end - span.query_start
+            last = np.arange(span.num_context_tokens - num_queries, span.num_context_tokens)
+            ends_T[span.query_start : span.query_end] = 1 + (last if span.places is None else span.places.numpy())
+        queries = np.array([(span.query_start, span.query_end) for span in spans])
+        return block_attention.BlockPlan(queries, _contexts(spans), ends_T)
 
     @property
     def is_decode_only(self) -> bool:
@@ -105,7 +115,11 @@ class AttentionPlan:
             return attend_spans(q_THD, kv_SGD, self.spans, scale, window, softcap)
         if self.is_decode_only:
             return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
-        out_THD = attend_spans(q_THD, kv_SGD, self._multi_query, scale, window, softcap)
+        if block_attention.has_kernel(q_THD, kv_SGD[0]):
+            out_THD = torch.empty_like(q_THD)
+            self._blocks.attend(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0), out_THD)
+        else:
+            out_THD = attend_spans(q_THD, kv_SGD, self._multi_query, scale, window, softcap)
         if self._single:
             rows = torch.tensor([span.query_start for span in self._single])
             out_THD[rows] = self._attend_rows(q_THD[rows], kv_SGD, (scale, softcap or 0.0, window or 0))
@@ -143,6 +157,12 @@ def _split_at_gaps(span: AttentionSpan) -> list[AttentionSpan]:
         )
         found.append(AttentionSpan(span.query_start + first, span.query_start + last, context, num_tokens))
     return found
+
+
+def _contexts(spans: Sequence[AttentionSpan]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return slots of contexts back to back, and the bounds of each [B + 1]."""
+    bounds = np.cumsum([0, *(span.num_context_tokens for span in spans)])
+    return np.concatenate([np.zeros(0, np.int64), *(_slots(span) for span in spans)]), bounds
 
 
 def _slots(span: AttentionSpan) -> NDArray[np.int64]:

@@ -14,8 +14,10 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from stillroom.ops.cpu_attention import attend_blocks, split_queries
 from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_bits, as_float, inlined, kernel, parallel_kernel
 from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
+from stillroom.ops.cpu_vectors import LANES
 
 # T tokens, H query heads, G key/value heads, D head dimension, S slots
 
@@ -397,3 +399,6 @@ def compile_all() -> None:
         decode_layer(
             x, (norm, norm), matrices, biases, rotation, slots, cache, contexts, splits, limits, 1e-5, num_threads
         )
+    q, kv, places = np.zeros((1, 1, LANES), np.float32), np.zeros((1, 1, LANES), np.uint16), np.zeros(1, np.int64)
+    seen, tasks = (places, places + 1), split_queries(np.array([[0, 1]]), 1, 1)
+    attend_blocks(q, (kv, kv.copy()), contexts, seen, tasks, limits[:2].copy(), q.copy(), num_threads)

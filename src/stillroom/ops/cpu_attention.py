@@ -1,0 +1,276 @@
+"""Attention of many queries in bfloat16 products, fused with its softmax (flash attention, Dao et al. 2022).
+
+Queries of a block and the query heads of one key/value head are the lanes of vectors, and the keys are walked through:
+maxima and sums of the softmax need no sum over lanes, and keys are read where they lie. The softmax is merged every
+`PART` keys, at multiples of `PART` from the context's beginning. So a query's result depends neither on the other
+queries of the step nor on the number of threads: it is the same bits behind a kept prefix as without one.
+
+Queries and softmax weights are rounded to bfloat16, sums are float32. Reference: `attention.attend_reference`.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from stillroom.ops.cpu_compiler import Bits, Floats, inlined, kernel, parallel_kernel
+from stillroom.ops.cpu_vectors import (
+    LANES,
+    add,
+    any_greater,
+    divide,
+    dot_block,
+    greater,
+    interleave,
+    load,
+    multiply,
+    multiply_add,
+    power_of_two,
+    splat,
+    store,
+    store_pairs,
+    where_between,
+)
+
+# Q queries, H query heads, G key/value heads, D head dimension, S slots, W lanes of a block of queries
+
+BLOCK = 64
+"""Keys that are scored at a time, and the most lanes of a block of queries."""
+PART = 512
+"""Keys after which the softmax is merged."""
+_MIN_TASKS = 8
+"""Blocks that few queries are split into at least, so that each thread has some."""
+
+_LOG2_E = np.float32(1.4426950408889634)
+_LOWEST = np.float32(-1e20)
+"""Less than any logit; the highest logit of a query that sees no key of a part."""
+_UNSEEN = np.float32(-1e30)
+_ROWS = 4
+_dot_4x64, _dot_4x32, _dot_4x16 = dot_block(_ROWS, 64), dot_block(_ROWS, 32), dot_block(_ROWS, 16)
+
+
+@kernel
+def _products(  # noqa: PLR0913  a kernel's call
+    sums: Floats, first: Any, width: Any, x: Any, x_at: Any, x_step: Any, y: Bits, num_pairs: Any, is_added: Any
+) -> None:
+    """Multiply `_ROWS` rows with all columns of y [num_pairs, width]."""
+    if width == 64:
+        _dot_4x64(sums, first, width, x, x_at, x_step, y, 0, num_pairs, is_added)
+    elif width == 32:
+        _dot_4x32(sums, first, width, x, x_at, x_step, y, 0, num_pairs, is_added)
+    else:
+        for column in range(0, width, LANES):
+            _dot_4x16(sums, first + column, width, x, x_at, x_step, y, column, num_pairs, is_added)
+
+
+@kernel
+def _score(k_SGD: Bits, slots: Any, group: Any, queries: Bits, logits: Floats) -> None:
+    """Write the products of the keys at `slots` with the queries [D / 2, W]: float32 [BLOCK, W]."""
+    num_kv_heads, head_dim = k_SGD.shape[1], k_SGD.shape[2]
+    at = np.empty(_ROWS, np.int64)
+    for key in range(0, BLOCK, _ROWS):
+        for row in range(_ROWS):
+            slot = slots[min(key + row, len(slots) - 1)]  # after the last key, it is scored again and masked
+            at[row] = (slot * num_kv_heads + group) * head_dim
+        _products(logits, key * logits.shape[1], logits.shape[1], k_SGD, at, 2, queries, head_dim // 2, False)
+        if key + _ROWS >= len(slots):
+            break
+
+
+@kernel
+def _limit(logits: Floats, first_key: Any, bounds: Any, limits: Any) -> None:
+    """Cap logits [BLOCK, W], which turns them into powers of two, and mark those that a query does not see."""
+    width = logits.shape[1]
+    scale, cap = limits[0], limits[1]
+    unseen = splat(_UNSEEN)
+    for column in range(0, width, LANES):
+        low, high = load(bounds[0], column), load(bounds[1], column)
+        for key in range(BLOCK):
+            at = key * width + column
+            x = load(logits, at)
+            if cap > 0:  # cap * tanh(x / cap)
+                power = power_of_two(greater(splat(np.float32(-126)), multiply(x, splat(scale * 2 * _LOG2_E / cap))))
+                share = divide(splat(np.float32(-2)), add(power, splat(np.float32(1))))
+                x = multiply(splat(cap * _LOG2_E), add(share, splat(np.float32(1))))
+            store(logits, at, where_between(x, low, splat(np.float32(first_key + key)), high, unseen))
+
+
+@kernel
+def _weigh(logits: Floats, factor: Any, highs: Floats, totals: Floats, weights: Bits, sums: Floats) -> None:
+    """Turn logits times `factor`, powers of two, into weights, pairs of keys [BLOCK / 2, W]; update the softmax."""
+    width, head_dim = logits.shape[1], sums.shape[0]
+    scale = splat(factor)
+    for column in range(0, width, LANES):
+        before, lowest = load(highs, column), splat(_UNSEEN)
+        a, b, c, d = lowest, lowest, lowest, lowest
+        for at in range(column, BLOCK * width, 4 * width):
+            a, b = greater(load(logits, at), a), greater(load(logits, at + width), b)
+            c, d = greater(load(logits, at + 2 * width), c), greater(load(logits, at + 3 * width), d)
+        high = greater(before, multiply(greater(greater(a, b), greater(c, d)), scale))
+        total = load(totals, column)
+        if any_greater(high, before):
+            store(highs, column, high)
+            fade = power_of_two(add(before, multiply(high, splat(np.float32(-1)))))
+            total = multiply(total, fade)
+            for row in range(head_dim):
+                store(sums, row * width + column, multiply(load(sums, row * width + column), fade))
+        minus = multiply(high, splat(np.float32(-1)))
+        second = splat(np.float32(0))
+        for pair in range(BLOCK // 2):
+            at = 2 * pair * width + column
+            low = power_of_two(multiply_add(load(logits, at), scale, minus))
+            odd = power_of_two(multiply_add(load(logits, at + width), scale, minus))
+            total, second = add(total, low), add(second, odd)
+            store_pairs(weights, pair * width + column, low, odd)
+        store(totals, column, add(total, second))
+
+
+@kernel
+def _attend_part(  # noqa: PLR0913, C901  a kernel is one function
+    q_QHD: Floats,
+    rows: Any,
+    cache: tuple[Bits, Bits],
+    slots: Any,
+    seen: tuple[Any, Any],
+    keys: Any,
+    limits: Any,
+    kept: tuple[Floats, Floats, Floats],
+) -> None:
+    """Attend from queries of `rows` (first, end, key/value head) to the context's `keys` (first, end).
+
+    Args:
+        slots: of the context.
+        seen: first key and end of the keys that each query sees, int64 [Q].
+        kept: gets the highest power of two and the sum of weights of each lane [W], and the weighted sums [D, W].
+    """
+    first, end, group = rows
+    k_SGD, v_SGD = cache
+    highs, totals, sums = kept
+    num_kv_heads, (head_dim, width) = k_SGD.shape[1], sums.shape
+    share = q_QHD.shape[1] // num_kv_heads
+    queries = np.zeros((head_dim // 2, width), np.uint32)
+    low, high = np.zeros(width, np.float32), np.zeros(width, np.float32)
+    flat = np.zeros(head_dim * width, np.float32)
+    last_low, first_high = np.int64(0), seen[1][first]
+    for query in range(first, end):
+        last_low, first_high = max(last_low, seen[0][query]), min(first_high, seen[1][query])
+        for head in range(share):
+            lane = (query - first) * share + head
+            low[lane], high[lane] = seen[0][query], seen[1][query]
+            for i in range(head_dim):
+                flat[i * width + lane] = q_QHD[query, group * share + head, i]
+    for pair in range(head_dim // 2):
+        for column in range(0, width, LANES):
+            at = 2 * pair * width + column
+            store_pairs(queries, pair * width + column, load(flat, at), load(flat, at + width))
+    highs[:], totals[:], sums[:] = _LOWEST, 0, 0
+    logits, weights = np.zeros((BLOCK, width), np.float32), np.zeros((BLOCK // 2, width), np.uint32)
+    values, at = np.zeros((BLOCK // 2, head_dim), np.uint32), np.zeros(_ROWS, np.int64)
+    for start in range(keys[0], keys[1], BLOCK):
+        stop = min(start + BLOCK, keys[1])
+        _score(k_SGD, slots[start:stop], group, queries, logits)
+        factor = np.float32(1) if limits[1] > 0 else limits[0] * _LOG2_E
+        if limits[1] > 0 or start < last_low or start + BLOCK > first_high or stop < start + BLOCK:
+            _limit(logits, start, (low, high), limits)
+        _weigh(logits, factor, highs, totals, weights, sums)
+        for pair in range(BLOCK // 2):
+            even, odd = start + 2 * pair, start + 2 * pair + 1
+            even_at = (slots[even] * num_kv_heads + group) * head_dim if even < stop else -1 - head_dim
+            odd_at = (slots[odd] * num_kv_heads + group) * head_dim if odd < stop else -1 - head_dim
+            for i in range(0, head_dim, LANES):
+                interleave(values, pair * head_dim + i, v_SGD, even_at + i, odd_at + i)
+        for i in range(0, head_dim, _ROWS):
+            for row in range(_ROWS):
+                at[row] = i + row
+            _products(sums, i * width, width, values, at, head_dim, weights, BLOCK // 2, True)
+
+
+@inlined
+def _merge(kept: Any, part: Any) -> None:
+    """Add the softmax of a later part to that of the parts before it."""
+    highs, totals, sums = kept
+    for column in range(0, sums.shape[1], LANES):
+        before, after = load(highs, column), load(part[0], column)
+        high = greater(before, after)
+        minus = multiply(high, splat(np.float32(-1)))
+        a, b = power_of_two(add(before, minus)), power_of_two(add(after, minus))
+        store(highs, column, high)
+        store(totals, column, add(multiply(load(totals, column), a), multiply(load(part[1], column), b)))
+        for row in range(sums.shape[0]):
+            at = row * sums.shape[1] + column
+            store(sums, at, add(multiply(load(sums, at), a), multiply(load(part[2], at), b)))
+
+
+@inlined
+def _finish(kept: Any, rows: Any, share: Any, out_QHD: Any) -> None:
+    _, totals, sums = kept
+    first, end, group = rows
+    for query in range(first, end):
+        for head in range(share):
+            lane = (query - first) * share + head
+            for i in range(sums.shape[0]):
+                out_QHD[query, group * share + head, i] = sums[i, lane] / totals[lane]
+
+
+@parallel_kernel
+def attend_blocks(  # noqa: PLR0913  a kernel is one function
+    q_THD: Floats,
+    cache: tuple[Bits, Bits],
+    contexts: tuple[Any, Any],
+    seen: tuple[Any, Any],
+    tasks: Any,
+    limits: Any,
+    out_THD: Floats,
+    num_threads: int,
+) -> None:
+    """Attention of queries over their contexts; rows of no task stay as they are.
+
+    Args:
+        cache: keys and values, bits of bfloat16 [S, G, D].
+        contexts: slots of all contexts back to back, and their bounds [B + 1].
+        seen: first key and end of the keys that each query sees, counted from its context's beginning, int64 [T].
+        tasks: from `split_queries`.
+        limits: float32 (scale, soft cap or 0).
+    """
+    slots, bounds = contexts
+    num_heads, head_dim = q_THD.shape[1], q_THD.shape[2]
+    num_kv_heads = cache[0].shape[1]
+    share, num_blocks = num_heads // num_kv_heads, len(tasks)
+    for thread in numba.prange(num_threads):
+        for number in range(num_blocks * num_kv_heads):
+            turn, place = number // num_threads, number % num_threads
+            if (place if turn % 2 == 0 else num_threads - 1 - place) != thread:
+                continue
+            span, first, end = tasks[number // num_kv_heads]
+            rows = (first, end, number % num_kv_heads)
+            width = LANES * ((((end - first) * share) + LANES - 1) // LANES)
+            context = slots[bounds[span] : bounds[span + 1]]
+            low, high = seen[0][first], seen[1][first]
+            for query in range(first, end):
+                low, high = min(low, seen[0][query]), max(high, seen[1][query])
+            kept = (np.empty(width, np.float32), np.empty(width, np.float32), np.empty((head_dim, width), np.float32))
+            part = (np.empty(width, np.float32), np.empty(width, np.float32), np.empty((head_dim, width), np.float32))
+            start = low // PART * PART
+            _attend_part(q_THD, rows, cache, context, seen, (start, min(high, start + PART)), limits, kept)
+            for start in range(low // PART * PART + PART, high, PART):
+                _attend_part(q_THD, rows, cache, context, seen, (start, min(high, start + PART)), limits, part)
+                _merge(kept, part)
+            _finish(kept, rows, share, out_THD)
+
+
+def split_queries(bounds: NDArray[np.int64], share: int, num_kv_heads: int) -> NDArray[np.int64]:
+    """Return blocks of queries, dearest last query first: span, first query and end [n, 3].
+
+    Args:
+        bounds: first query and end of each span [B, 2].
+        share: query heads per key/value head.
+    """
+    found = []
+    for span, (first, end) in enumerate(bounds.tolist()):
+        most = max(1, BLOCK // share)
+        # few queries are split further, so that there are a few tasks for each thread
+        fair = -(-(end - first) * num_kv_heads // _MIN_TASKS)
+        size = max(min(most, fair), min(most, max(1, LANES // share)))
+        found += [(span, start, min(end, start + size)) for start in range(first, end, size)]
+    return np.array(found[::-1], dtype=np.int64).reshape(-1, 3)

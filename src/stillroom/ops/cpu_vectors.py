@@ -1,0 +1,325 @@
+"""Vectors of sixteen float32 for the compiled kernels, and products of bfloat16 that are summed in float32.
+
+LLVM vectorises plain loops, but it neither finds a processor's bfloat16 products nor keeps a block of sums in
+registers. On a processor without such products (AVX-512 bf16) the same operations are made of float32 ones; results
+differ by rounding. tests/ops/test_cpu_vectors.py computes each operation with numpy.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_DOT = bool(_FEATURES.get("avx512bf16"))
+"""Whether one instruction of this processor multiplies pairs of bfloat16 and adds them to float32."""
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _INTS, _HALVES = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES), ir.VectorType(_I16, LANES)
+
+
+class Lanes(types.Type):  # type: ignore[misc]
+    """Sixteen float32 in one register: the type of a variable in a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__("Lanes")
+
+
+_LANES = Lanes()
+
+
+@register_model(Lanes)
+class _LanesModel(PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, declared: Any) -> None:
+        super().__init__(manager, declared, _FLOATS)
+
+
+def _ints(value: int) -> ir.Constant:
+    return ir.Constant(_INTS, [ir.Constant(_I32, value)] * LANES)
+
+
+def _floats(value: float) -> ir.Constant:
+    return ir.Constant(_FLOATS, [ir.Constant(_F32, value)] * LANES)
+
+
+def _call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
+    function_type = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
+
+
+def _splat(builder: Any, value: Any, vector: ir.VectorType) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    one = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, _ints(0))
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: ir.Type) -> Any:
+    """Return where an element of a contiguous array lies, counted flat, as a pointer to `element`."""
+    start = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(start, [index]), element.as_pointer())
+
+
+def _as_halves(builder: Any, floats: Any) -> Any:
+    """Round to bfloat16, to nearest, ties to even; returns 16 bits a lane."""
+    if HAS_DOT:
+        return _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [floats])
+    bits = builder.bitcast(floats, _INTS)
+    odd = builder.and_(builder.lshr(bits, _ints(16)), _ints(1))
+    return builder.trunc(builder.lshr(builder.add(builder.add(bits, _ints(0x7FFF)), odd), _ints(16)), _HALVES)
+
+
+def _dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
+    """total + products of the two bfloat16 in each lane of x and y."""
+    if HAS_DOT:
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [total, x, y])
+    halves = [(builder.shl(v, _ints(16)), builder.and_(v, _ints(-65536))) for v in (x, y)]
+    for a, b in zip(*halves, strict=True):
+        factors = [builder.bitcast(half, _FLOATS) for half in (a, b)]
+        total = _call(builder, "llvm.fma.v16f32", _FLOATS, [*factors, total])
+    return total
+
+
+# --------------------------------------------------------------------------------------------------- operations
+@intrinsic
+def splat(_context: Any, value: Any) -> Any:
+    """Return a float32 in every lane."""
+
+    def codegen(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return _splat(builder, arguments[0], _FLOATS)
+
+    return _LANES(types.float32), codegen
+
+
+@intrinsic
+def load(_context: Any, array: Any, index: Any) -> Any:
+    """Return sixteen float32 of a contiguous array from a flat index on."""
+
+    def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_address(target, builder, signature.args[0], arguments[0], arguments[1], _FLOATS), align=4)
+
+    return _LANES(array, types.intp), codegen
+
+
+@intrinsic
+def store(_context: Any, array: Any, index: Any, x: Any) -> Any:
+    """Write sixteen float32 to a contiguous array from a flat index on."""
+
+    def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _address(target, builder, signature.args[0], arguments[0], arguments[1], _FLOATS)
+        builder.store(arguments[2], pointer, align=4)
+        return target.get_dummy_value()
+
+    return types.void(array, types.intp, x), codegen
+
+
+@intrinsic
+def store_pairs(_context: Any, array: Any, index: Any, low: Any, high: Any) -> Any:
+    """Write the bfloat16 of `low` and of `high` as the halves of sixteen uint32, from a flat index on."""
+
+    def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _address(target, builder, signature.args[0], arguments[0], arguments[1], _INTS)
+        low, high = (builder.zext(_as_halves(builder, x), _INTS) for x in arguments[2:])
+        builder.store(builder.or_(low, builder.shl(high, _ints(16))), pointer, align=4)
+        return target.get_dummy_value()
+
+    return types.void(array, types.intp, low, high), codegen
+
+
+@intrinsic
+def interleave(_context: Any, pairs: Any, index: Any, halves: Any, low_at: Any, high_at: Any) -> Any:
+    """Write two rows of sixteen bfloat16 as the halves of sixteen uint32, from a flat index on.
+
+    Args:
+        halves: uint16; flat indices of both rows in it. An index below zero is a row of zeros.
+    """
+
+    def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pairs, index, halves, *rows = arguments
+        found = []
+        for row in rows:
+            is_there = builder.icmp_signed(">=", row, ir.Constant(_I64, 0))
+            place = builder.select(is_there, row, ir.Constant(_I64, 0))
+            value = builder.load(_address(target, builder, signature.args[2], halves, place, _HALVES), align=2)
+            found.append(builder.select(is_there, builder.zext(value, _INTS), _ints(0)))
+        pointer = _address(target, builder, signature.args[0], pairs, index, _INTS)
+        builder.store(builder.or_(found[0], builder.shl(found[1], _ints(16))), pointer, align=4)
+        return target.get_dummy_value()
+
+    return types.void(pairs, types.intp, halves, types.intp, types.intp), codegen
+
+
+def _on_lanes(build: Callable[..., Any], *arguments: Any) -> Any:
+    def codegen(_target: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return build(builder, *values)
+
+    return _LANES(*arguments), codegen
+
+
+@intrinsic
+def add(_context: Any, x: Any, y: Any) -> Any:
+    """x + y"""
+    return _on_lanes(lambda builder, a, b: builder.fadd(a, b), x, y)
+
+
+@intrinsic
+def multiply(_context: Any, x: Any, y: Any) -> Any:
+    """x * y"""
+    return _on_lanes(lambda builder, a, b: builder.fmul(a, b), x, y)
+
+
+@intrinsic
+def divide(_context: Any, x: Any, y: Any) -> Any:
+    """x / y"""
+    return _on_lanes(lambda builder, a, b: builder.fdiv(a, b), x, y)
+
+
+@intrinsic
+def multiply_add(_context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, rounded once"""
+    return _on_lanes(lambda builder, *values: _call(builder, "llvm.fma.v16f32", _FLOATS, values), x, y, z)
+
+
+def _greater(builder: Any, a: Any, b: Any) -> Any:
+    """The greater of a and b; b if one of them is NaN, as the instruction does it."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def greater(_context: Any, x: Any, y: Any) -> Any:
+    """The greater of x and y; y if one of them is NaN."""
+    return _on_lanes(_greater, x, y)
+
+
+@intrinsic
+def any_greater(_context: Any, x: Any, y: Any) -> Any:
+    """Whether x is greater than y in any lane."""
+
+    def codegen(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        bits = builder.bitcast(builder.fcmp_ordered(">", *arguments), _I16)
+        return builder.icmp_unsigned("!=", bits, ir.Constant(_I16, 0))
+
+    return types.boolean(x, y), codegen
+
+
+@intrinsic
+def where_between(_context: Any, value: Any, low: Any, x: Any, high: Any, otherwise: Any) -> Any:
+    """`value` where low <= x < high, else `otherwise`."""
+
+    def build(builder: Any, value: Any, low: Any, x: Any, high: Any, otherwise: Any) -> Any:
+        inside = builder.and_(builder.fcmp_ordered("<=", low, x), builder.fcmp_ordered("<", x, high))
+        return builder.select(inside, value, otherwise)
+
+    return _on_lanes(build, value, low, x, high, otherwise)
+
+
+_POWERS = (1.0, 0.693147182, 0.240226462, 0.0555042475, 0.00961804886, 0.00133335581)
+"""Coefficients of 2^x for x in [-1/2, 1/2], Taylor's of the fifth degree: relative error below 3e-6."""
+
+
+@intrinsic
+def power_of_two(_context: Any, x: Any) -> Any:
+    """2^x within 3e-6 of its value, for x of at most 126; below -126, 2^-126; NaN stays NaN."""
+
+    def build(builder: Any, x: Any) -> Any:
+        x = _greater(builder, _floats(-126.0), x)
+        whole = _call(builder, "llvm.rint.v16f32", _FLOATS, [x])
+        rest = builder.fsub(x, whole)
+        value = _floats(_POWERS[-1])
+        for coefficient in reversed(_POWERS[:-1]):
+            value = _call(builder, "llvm.fma.v16f32", _FLOATS, [value, rest, _floats(coefficient)])
+        exponent = builder.shl(builder.fptosi(whole, _INTS), _ints(23))
+        return builder.bitcast(builder.add(builder.bitcast(value, _INTS), exponent), _FLOATS)
+
+    return _on_lanes(build, x)
+
+
+# ------------------------------------------------------------------------------------------- blocks of products
+def dot_block(num_rows: int, num_columns: int) -> Any:
+    """Make an intrinsic that multiplies bfloat16 rows with packed columns: a block of sums is kept in registers.
+
+    The intrinsic is `block(sums, sums_at, width, x, x_at, x_step, y, y_at, num_pairs, is_added)`:
+    sums[r, c] (+)= sum over i of the products of both halves of pair i of row r and of column c.
+
+    Args of the intrinsic:
+        sums, sums_at, width: float32; flat index of the block's first sum, and the distance of its rows.
+        x, x_at, x_step: array of uint16 or uint32, whose 32-bit pairs are read; flat index of each row's first pair,
+            int64 [num_rows]; distance of a row's pairs.
+        y, y_at: uint32, [num_pairs, width] from this flat index on.
+        is_added: whether to add to the sums that are there; else they are overwritten.
+    """
+    num_vectors = num_columns // LANES
+
+    def emit(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, sums_at, width, x, x_at, x_step, y, y_at, num_pairs, is_added = arguments
+        array = signature.args
+
+        def index(value: int) -> ir.Constant:
+            return ir.Constant(_I64, value)
+
+        def sum_at(row: int, vector: int) -> Any:
+            place = builder.add(sums_at, builder.add(builder.mul(index(row), width), index(LANES * vector)))
+            return _address(target, builder, array[0], sums, place, _FLOATS)
+
+        places = [(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
+        starts = [builder.load(_address(target, builder, array[4], x_at, index(row), _I64)) for row in range(num_rows)]
+        entry = builder.block
+        given, head, body, end = (builder.append_basic_block(name) for name in ("given", "head", "body", "end"))
+        builder.cbranch(is_added, given, head)
+        with builder.goto_block(given):
+            found = [builder.load(sum_at(*place), align=4) for place in places]
+            builder.branch(head)
+        builder.position_at_end(head)
+        pair = builder.phi(_I64)
+        totals = [builder.phi(_FLOATS) for _ in places]
+        for block, values in ((entry, [_floats(0.0)] * len(places)), (given, found)):
+            pair.add_incoming(index(0), block)
+            for total, value in zip(totals, values, strict=True):
+                total.add_incoming(value, block)
+        builder.cbranch(builder.icmp_signed("<", pair, num_pairs), body, end)
+        builder.position_at_end(body)
+        y_row = builder.add(y_at, builder.mul(pair, width))
+        columns = [
+            builder.load(
+                _address(target, builder, array[6], y, builder.add(y_row, index(LANES * vector)), _INTS), align=4
+            )
+            for vector in range(num_vectors)
+        ]
+        step = builder.mul(pair, x_step)
+        for row, start in enumerate(starts):
+            one = builder.load(_address(target, builder, array[3], x, builder.add(start, step), _I32), align=2)
+            wide = _splat(builder, one, _INTS)
+            for vector in range(num_vectors):
+                total = totals[row * num_vectors + vector]
+                total.add_incoming(_dot(builder, total, wide, columns[vector]), builder.block)
+        pair.add_incoming(builder.add(pair, index(1)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(end)
+        for place, total in zip(places, totals, strict=True):
+            builder.store(total, sum_at(*place), align=4)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def block(  # noqa: PLR0913  a kernel's call
+        _context: Any,
+        sums: Any,
+        sums_at: Any,
+        width: Any,
+        x: Any,
+        x_at: Any,
+        x_step: Any,
+        y: Any,
+        y_at: Any,
+        num_pairs: Any,
+        is_added: Any,
+    ) -> Any:
+        size = types.intp
+        return types.void(sums, size, size, x, x_at, size, y, size, size, types.boolean), emit
+
+    return block
