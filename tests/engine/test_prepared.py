@@ -257,6 +257,26 @@ def test_prepared_kv_survives_the_process(decoder: Decoder, tmp_path: Path) -> N
     assert tokens == first.run(question("r", 4, 2))[0]
 
 
+def test_damaged_prepared_record_is_computed_and_named(decoder: Decoder, tmp_path: Path) -> None:
+    first = PreparedFixture(decoder, Documents(*DOCUMENTS), tmp_path)
+    first.prepare(1, 2, 3, 4)
+    first.idle()
+    (damaged,) = [node.key for node in first.tree if node.chunk_id == 3]
+    first.cache.close()
+    (path,) = tmp_path.rglob(f"{damaged.hex()}.kv")
+    content = bytearray(path.read_bytes())
+    content[-30] ^= 1
+    path.write_bytes(content)
+
+    second = PreparedFixture(decoder, Documents(*DOCUMENTS), tmp_path)
+    assert second.reasons(question("a", 4, 3, 2)) == [Reason.PREPARED, Reason.RECORD_FAILED, Reason.PREPARED]
+    assert second.reasons(question("b", 3, 7)) == [Reason.RECORD_FAILED, Reason.NEVER_SEEN], "it is computed here too"
+    second.prepare(1, 2, 3, 4)
+    assert second.reasons(question("c", 2, 3)) == [Reason.PREPARED] * 2
+    second.tree.clear()
+    assert second.reasons(question("d", 2, 3)) == [Reason.NEVER_SEEN] * 2, "evicted since"
+
+
 def test_changed_document_loses_its_prepared_kv(decoder: Decoder) -> None:
     fixture = PreparedFixture(decoder, Documents(*DOCUMENTS))
     fixture.prepare(1, 2, 3, 4)

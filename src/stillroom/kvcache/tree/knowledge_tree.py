@@ -81,8 +81,9 @@ class KnowledgeTree:
         return self._nodes.was_dropped(piece.key)
 
     def has_failed(self, piece: Piece) -> bool:
-        """Whether the node of this piece was dropped lately because its copy was damaged."""
-        return self._nodes.has_failed(piece.key)
+        """Whether the node of this piece, or one that could be placed for it, was dropped lately because its copy was
+        damaged."""
+        return self._nodes.has_failed(piece.key) or self._nodes.has_failed_detached(piece.content)
 
     def num_bytes(self, tier: Tier) -> int:
         """Bytes of all copies in a tier."""

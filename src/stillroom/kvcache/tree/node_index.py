@@ -11,7 +11,7 @@ from stillroom.kvcache.tree.node import Node, WindowedCount
 from stillroom.kvcache.tree.provenance import Context
 
 _NUM_REMEMBERED = 65_536
-"""Dropped nodes that are remembered, about 200 bytes each: to report `evicted` and not `never seen`, and for heat."""
+"""Dropped nodes that are remembered, about 300 bytes each: to report `evicted` and not `never seen`, and for heat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class _Dropped:
     has_failed: bool
     """Its record was damaged."""
     heat: float
+    content: bytes
 
 
 class NodeIndex:
@@ -38,6 +39,8 @@ class NodeIndex:
         self._nodes: dict[NodeKey, Node] = {}
         self._by_content: dict[bytes, dict[NodeKey, Node]] = {}
         self._dropped: OrderedDict[NodeKey, _Dropped] = OrderedDict()  # oldest first
+        self._dropped_detached: dict[bytes, NodeKey] = {}
+        """By content, the detached node that was dropped last: its key names a context that no prompt needs to have."""
         self.unstored: OrderedDict[NodeKey, None] = OrderedDict()
         """Keys of nodes that may not be on disk yet, oldest first."""
 
@@ -65,6 +68,11 @@ class NodeIndex:
         """Whether a node of this key was dropped lately because its copy was damaged."""
         dropped = self._dropped.get(key)
         return dropped is not None and dropped.has_failed
+
+    def has_failed_detached(self, content: bytes) -> bool:
+        """Whether, of the detached nodes of this content, the one that was dropped last had a damaged copy."""
+        key = self._dropped_detached.get(content)
+        return key is not None and self.has_failed(key)
 
     def attach(  # noqa: PLR0913  plain values, given once
         self,
@@ -113,9 +121,8 @@ class NodeIndex:
         if parent is not None:
             parent.children[key] = node
         self._by_content.setdefault(content, {})[key] = node
-        dropped = self._dropped.pop(key, None)
-        if dropped is not None:
-            node.heat = dropped.heat
+        if key in self._dropped:
+            node.heat = self._forget(key).heat
         return node
 
     def remove(self, node: Node, *, has_failed: bool) -> None:
@@ -128,9 +135,18 @@ class NodeIndex:
         if not variants:
             del self._by_content[node.content]
         self.unstored.pop(node.key, None)
-        self._dropped[node.key] = _Dropped(has_failed, node.heat)
+        self._dropped[node.key] = _Dropped(has_failed, node.heat, node.content)
+        if node.detached_seen:
+            self._dropped_detached[node.content] = node.key
         if len(self._dropped) > _NUM_REMEMBERED:
-            self._dropped.popitem(last=False)
+            self._forget(next(iter(self._dropped)))
+
+    def _forget(self, key: NodeKey) -> _Dropped:
+        """Forget that a node was dropped; return what is known of it."""
+        dropped = self._dropped.pop(key)
+        if self._dropped_detached.get(dropped.content) == key:
+            del self._dropped_detached[dropped.content]
+        return dropped
 
     def check_integrity(self) -> None:
         """Check the links of parents and children, and that both maps hold the same nodes."""
@@ -142,6 +158,7 @@ class NodeIndex:
             )
         by_content = [node for variants in self._by_content.values() for node in variants.values()]
         assert len(by_content) == len(self) and all(node in self for node in by_content)
+        assert self._dropped.keys() >= set(self._dropped_detached.values())
 
     def _cost_here(self, first_position: int, num_tokens: int) -> float:
         """Seconds per token that a prefill takes longer with these tokens, measured with one more token behind them.
