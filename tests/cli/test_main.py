@@ -298,3 +298,21 @@ def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp
         errors = process.stderr.read()
     assert errors.startswith("closed")
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_signal_while_a_model_loads_does_not_abort_the_process() -> None:
+    code = (
+        "import os, signal, torch\n"
+        "from stillroom.cli import main\n"
+        "from stillroom.ops.thread_pools import run_in_short_lived_thread\n"
+        "def load():\n"
+        "    weights = torch.ones(300, 300)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    while True:\n"
+        "        torch.tanh(weights @ weights)\n"
+        "main.run = lambda args: run_in_short_lived_thread(load)\n"
+        "main.main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (143, "")

@@ -8,11 +8,12 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -132,7 +133,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under `nohup` it stays ignored
         signal.signal(signal.SIGHUP, _terminate)
-    sys.exit(_flushed(run(sys.argv[1:])))
+    try:
+        code = run(sys.argv[1:])
+    except SystemExit as ending:  # SIGTERM or SIGHUP
+        code = int(ending.code or 0)
+    _exit_with(_flushed(code))
 
 
 def _open_closed_streams() -> None:
@@ -158,6 +163,18 @@ def _flushed(code: int) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # prevents the interpreter's own message at exit
         return code or (NO_READER if isinstance(error, BrokenPipeError) else FAILED)
     return code
+
+
+def _exit_with(code: int) -> NoReturn:
+    """End the process, also while a thread of an interrupted command still loads a model.
+
+    The end of the interpreter unwinds such a thread, which aborts the process if it is in native code. Ending at once
+    leaves files as after a kill, which loses nothing (docs/durability.md).
+    """
+    if any(thread.daemon and thread.name.startswith("stillroom-") for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _terminate(*_: object) -> None:
