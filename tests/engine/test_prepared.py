@@ -257,6 +257,22 @@ def test_prepared_kv_survives_the_process(decoder: Decoder, tmp_path: Path) -> N
     assert tokens == first.run(question("r", 4, 2))[0]
 
 
+def test_prepared_kv_that_was_used_stays_used_after_a_restart(decoder: Decoder, tmp_path: Path) -> None:
+    first = PreparedFixture(decoder, Documents(*DOCUMENTS), tmp_path)
+    first.prepare(1, 2, 3, 4)
+    first.idle()
+    first.run(question("r", 4, 2))
+    unused = {node.key: node.disk_bytes for node in first.tree if not node.is_used}
+    assert first.tree.num_unused_bytes(Tier.DISK) == sum(unused.values()) > 0
+    assert first.cache.tiers is not None and first.cache.tiers.disk is not None
+    first.cache.tiers.disk.close()  # as a kill does: nothing else is written
+
+    second = PreparedFixture(decoder, Documents(*DOCUMENTS), tmp_path)
+    assert {node.key for node in second.tree if not node.is_used} == set(unused)
+    assert {node.chunk_id for node in second.tree if node.document_path and node.is_used} == {2, 4}
+    assert second.tree.num_unused_bytes(Tier.DISK) == sum(unused.values())
+
+
 def test_damaged_prepared_record_is_computed_and_named(decoder: Decoder, tmp_path: Path) -> None:
     first = PreparedFixture(decoder, Documents(*DOCUMENTS), tmp_path)
     first.prepare(1, 2, 3, 4)

@@ -8,7 +8,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import BlockId, RequestId
@@ -98,6 +98,10 @@ class PrefixMemory:
         self.damaged.discard(record.key)
         self.log.append(("store", source))
         return True
+
+    def mark_used(self, key: NodeKey) -> None:
+        assert key in self.lower[Tier.DISK] and not self.records[key].is_used
+        self.records[key] = replace(self.records[key], is_used=True)
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return key in self.lower[tier]

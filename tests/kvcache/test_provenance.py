@@ -83,6 +83,9 @@ class SeenMemory:
     def is_finite(self, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
         return True
 
+    def mark_used(self, key: NodeKey) -> None:
+        pass
+
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return key in self.lower[tier]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey
+from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore import disk
 from stillroom.kvstore.disk import DiskStore, shrink_other_models
 from stillroom.kvstore.files import folder_of, path_of, remove_file, size_on_disk
@@ -64,6 +64,61 @@ def test_writing_a_node_again_replaces_it(tmp_path: Path) -> None:
     assert store.write(record(1, parent=2), *sealed(9, 500))
     assert store.num_bytes == 2500 + 3 * OVERHEAD
     assert read(store, key(1), 500) == payload(9, 500)
+
+
+def prepared(n: int) -> NodeRecord:
+    return replace(record(n, chunk=n), is_used=False)
+
+
+def used(store: DiskStore) -> set[int]:
+    return {found.num_tokens - 7 for found, _ in store.records() if found.is_used}
+
+
+def test_record_that_was_used_later_is_used_after_a_restart_also_after_a_kill(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, MODEL)
+    assert all(store.write(prepared(n), *sealed(n)) for n in range(4))
+    before = {path: path.read_bytes() for path in files_in(tmp_path)}
+    for n in (1, 3, 3, 9):
+        store.mark_used(key(n))
+    assert used(store) == {1, 3} and all(path.read_bytes() == content for path, content in before.items())
+    assert used(DiskStore(tmp_path, MODEL)) == {1, 3}, "as another process reads it"
+    store.close()
+    assert used(DiskStore(tmp_path, MODEL)) == {1, 3}
+
+
+def test_record_that_was_removed_and_prepared_again_is_unused(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, MODEL)
+    assert all(store.write(prepared(n), *sealed(n)) for n in (1, 2))
+    for n in (1, 2):
+        store.mark_used(key(n))
+        store.remove(key(n))
+        assert store.write(prepared(n), *sealed(n))
+    store.mark_used(key(2))
+    store.close()
+    assert used(DiskStore(tmp_path, MODEL)) == {2}
+
+
+def test_torn_list_of_used_records_loses_its_last_key_only(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, MODEL)
+    assert all(store.write(prepared(n), *sealed(n)) for n in range(4))
+    for n in (0, 2):
+        store.mark_used(key(n))
+    store.close()
+    path = store.folder / "used.keys"
+    path.write_bytes(path.read_bytes()[:-5])
+    again = DiskStore(tmp_path, MODEL)
+    assert used(again) == {0}
+    again.mark_used(key(3))
+    again.close()
+    assert used(DiskStore(tmp_path, MODEL)) == {0, 3}
+
+
+def test_process_that_only_reads_marks_no_record(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, MODEL)
+    assert store.write(prepared(1), *sealed(1))
+    DiskStore(tmp_path, MODEL).mark_used(key(1))
+    store.close()
+    assert used(DiskStore(tmp_path, MODEL)) == set()
 
 
 def test_removed_records_are_gone(tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ class KVMover(Protocol):
         """Copy a node to disk, in `record.bits`: from the host, or from these device blocks if that is the source."""
         ...
 
+    def mark_used(self, key: NodeKey) -> None:
+        """Keep for the next process that the copy on disk was used; `NodeRecord.is_used` says so then."""
+        ...
+
     def has(self, key: NodeKey, tier: Tier) -> bool:
         """Whether the copy on this tier exists, as far as known."""
         ...

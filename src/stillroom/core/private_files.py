@@ -53,6 +53,11 @@ def opened_file(path: Path) -> int:
     return _opened(path, os.O_WRONLY | os.O_TRUNC)
 
 
+def appended_file(path: Path) -> int:
+    """Return a file descriptor that writes at the end of a file, which is created if it is missing."""
+    return _opened(path, os.O_WRONLY | os.O_APPEND)
+
+
 def close_to_others(folder: Path) -> None:
     """Remove the rights of group and others from a folder that others may read or enter, and from its content.
 

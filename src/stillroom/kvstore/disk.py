@@ -1,8 +1,9 @@
 """KV on disk: one immutable file per node, verified at every read. No torch.
 
-Invariant: `read` returns exactly the bytes that `write` stored for that key and model, or fails. One process writes to
-a model's folder, any number read it. A process killed at any point leaves whole records and at most one temporary file,
-which the next writer removes. Files are not synced: a file torn by a power cut fails its checksum. Design:
+Invariant: `read` returns exactly the bytes that `write` stored for that key and model, or fails. Records do not change;
+which of them were used after they were written stands in a list beside them. One process writes to a model's folder,
+any number read it. A process killed at any point leaves whole records and at most one temporary file, which the next
+writer removes. Files are not synced: a file torn by a power cut fails its checksum. Design:
 docs/kv-records.md
 """
 
@@ -11,16 +12,17 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import Timeout
 
 from stillroom.core.folder_lock import FolderLock
 from stillroom.core.kv import NodeKey, NodeRecord
-from stillroom.core.private_files import make_folder, opened_file
+from stillroom.core.private_files import make_folder
 from stillroom.kvstore.files import (
     TEMPORARY_SUFFIX,
+    add_used_key,
     fingerprints,
     folder_of,
     in_blocks,
@@ -28,9 +30,12 @@ from stillroom.kvstore.files import (
     path_of,
     read_header,
     read_payload,
+    read_used_keys,
     record_paths,
     remove_file,
+    replace_used_keys,
     temporary_paths,
+    write_file,
 )
 from stillroom.kvstore.record import (
     FINGERPRINT_SIZE,
@@ -83,6 +88,8 @@ class DiskStore:
         """Records that could not be written."""
         self._entries: dict[NodeKey, tuple[NodeRecord, int]] = {}
         self._num_bytes = 0
+        self._used_keys: set[NodeKey] = set()
+        """The keys in the list of used records."""
         self._rejected: dict[NodeKey, Defect] = {}
         self._warned: set[tuple[int | None, str]] = set()
         self._lock = self._try_lock()
@@ -119,7 +126,7 @@ class DiskStore:
         temporary = path.with_suffix(TEMPORARY_SUFFIX)
         self._forget(record.key)
         try:
-            _write_file(temporary, (header, payload))
+            write_file(temporary, (header, payload))
             os.replace(temporary, path)
         except OSError as error:
             remove_file(temporary)
@@ -129,7 +136,19 @@ class DiskStore:
             return False
         self._rejected.pop(record.key, None)
         self._remember(record, len(header) + len(payload))
+        if record.key in self._used_keys and not record.is_used:  # computed again since
+            self._used_keys.remove(record.key)
+            self._list_used(lambda: replace_used_keys(self.folder, self._used_keys))
         return True
+
+    def mark_used(self, key: NodeKey) -> None:
+        """Record that a node whose record says otherwise was used. Does nothing if another process is the writer."""
+        entry = self._entries.get(key)
+        if entry is None or entry[0].is_used or not self._may_write():
+            return
+        self._entries[key] = (replace(entry[0], is_used=True), entry[1])
+        self._used_keys.add(key)
+        self._list_used(lambda: add_used_key(self.folder, key))
 
     def read(self, key: NodeKey, into: memoryview) -> bool:
         """Read a node's KV into a buffer of exactly its size; False, and the buffer is garbage, if that fails.
@@ -222,11 +241,27 @@ class DiskStore:
                 remove_file(path)
         for path in list(record_paths(self.folder)):
             self._admit(path)
+        self._read_used()
         if self._rejected:
             counts = ", ".join(f"{defect.value} {count}" for defect, count in sorted(self.verify_failures.items()))
             logger.warning(
                 "%d stored KV records failed verification (%s) and are not used", len(self._rejected), counts
             )
+
+    def _read_used(self) -> None:
+        listed = read_used_keys(self.folder)
+        self._used_keys = used = {key for key in listed if key in self._entries}
+        for key in used:
+            record, size = self._entries[key]
+            self._entries[key] = (replace(record, is_used=True), size)
+        if self.is_writer and listed:
+            self._list_used(lambda: replace_used_keys(self.folder, used))
+
+    def _list_used(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._warn_once(error, "after a restart, prepared KV that was used counts as unused")
 
     def _admit(self, path: Path) -> None:
         """Remember the record in this file, if its header verifies."""
@@ -297,18 +332,3 @@ def _locked(folder: Path) -> FolderLock | None:
     except (Timeout, OSError, NotImplementedError):
         return None
     return lock
-
-
-def _write_file(path: Path, parts: tuple[Buffer, ...]) -> None:
-    try:
-        descriptor = opened_file(path)
-    except FileNotFoundError:  # the first record of its folder
-        make_folder(path.parent)
-        descriptor = opened_file(path)
-    try:
-        for part in parts:
-            rest = memoryview(part)
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-    finally:
-        os.close(descriptor)

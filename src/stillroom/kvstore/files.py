@@ -8,17 +8,30 @@ file is a miss. Files of other names are left alone.
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag
-from stillroom.kvstore.record import PAGE_SIZE, Defect, Header, header_size, header_size_for, inspect, is_intact
+from stillroom.core.private_files import appended_file, make_folder, opened_file
+from stillroom.kvstore.record import (
+    KEY_SIZE,
+    PAGE_SIZE,
+    Buffer,
+    Defect,
+    Header,
+    header_size,
+    header_size_for,
+    inspect,
+    is_intact,
+)
 
 KV_FOLDER = "kv"
 """Name of the root in a knowledge base's folder."""
+USED_KEYS = "used.keys"
+"""Name of the file, in a model's folder, that lists the records which were used after they were written."""
 SUFFIX = ".kv"
 TEMPORARY_SUFFIX = ".tmp"
 _BLOCK_BYTES = 4096
@@ -108,6 +121,33 @@ def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Header | D
     return header if is_intact(into, header.checksum) else Defect.CHECKSUM
 
 
+def read_used_keys(folder: Path) -> list[NodeKey]:
+    """Return the keys of a model's records that were used after they were written; keys of removed records may be among
+    them. A damaged list names fewer or unknown keys."""
+    try:
+        data = (folder / USED_KEYS).read_bytes()
+    except OSError:
+        return []
+    return [NodeKey(data[start : start + KEY_SIZE]) for start in range(0, len(data) - KEY_SIZE + 1, KEY_SIZE)]
+
+
+def add_used_key(folder: Path, key: NodeKey) -> None:
+    """Add a key to the list of used records. Raises OSError."""
+    descriptor = appended_file(folder / USED_KEYS)
+    try:
+        os.write(descriptor, key)
+    finally:
+        os.close(descriptor)
+
+
+def replace_used_keys(folder: Path, keys: Iterable[NodeKey]) -> None:
+    """Replace the list of used records. Raises OSError."""
+    path = folder / USED_KEYS
+    temporary = path.with_suffix(TEMPORARY_SUFFIX)
+    write_file(temporary, (b"".join(sorted(keys)),))
+    os.replace(temporary, path)
+
+
 def fingerprints(root: Path) -> list[bytes]:
     """Return the fingerprints of the models that have a folder."""
     return [bytes.fromhex(name) for name in sorted(_names(root)) if _FINGERPRINT.fullmatch(name)]
@@ -176,6 +216,22 @@ def clear_all(root: Path) -> tuple[int, list[OSError]]:
             except OSError as error:
                 failures.append(error)
     return num_removed, failures
+
+
+def write_file(path: Path, parts: Iterable[Buffer]) -> None:
+    """Write a file whole, and create its folder if it is missing. Raises OSError."""
+    try:
+        descriptor = opened_file(path)
+    except FileNotFoundError:  # the first record of its folder
+        make_folder(path.parent)
+        descriptor = opened_file(path)
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+    finally:
+        os.close(descriptor)
 
 
 def remove_file(path: Path) -> bool:

@@ -50,6 +50,9 @@ class ModelledMover:
         self._kept[Tier.DISK].add(record.key)
         return self._move(Tier.DISK, record.num_tokens, record.bits)
 
+    def mark_used(self, key: NodeKey) -> None:
+        pass
+
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return key in self._kept[tier]
 

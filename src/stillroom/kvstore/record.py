@@ -19,7 +19,7 @@ Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"STILLKV\0"
 VERSION = 7
-FINGERPRINT_SIZE = 32
+FINGERPRINT_SIZE = KEY_SIZE = 32
 PAGE_SIZE = 4096
 """Headers are multiples of this, so that payloads are page-aligned."""
 MAX_HEADER_SIZE = 4096 * PAGE_SIZE

@@ -180,6 +180,10 @@ class TieredStore:
                 self.disk.remove(record.key)
         return self._count(source, Tier.DISK, num_bytes, start)
 
+    def mark_used(self, key: NodeKey) -> None:
+        if self.disk is not None:
+            self.disk.mark_used(key)
+
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return key in self.host if tier is Tier.HOST else self.disk is not None and self.disk.has(key)
 

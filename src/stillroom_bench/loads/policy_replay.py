@@ -63,6 +63,9 @@ class NoMover:
     def store(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
         return True
 
+    def mark_used(self, key: NodeKey) -> None:
+        pass
+
     def has(self, key: NodeKey, tier: Tier) -> bool:
         return True
 

@@ -142,6 +142,8 @@ class KnowledgeTree:
         """
         if not node.is_used:
             self._tiers.count_first_use(node)
+            if node.is_lower[Tier.DISK]:
+                self.mover.mark_used(node.key)
         node.frequency.add(self._now())
         self._num_uses += 1
         node.recency = self._num_uses
