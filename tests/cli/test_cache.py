@@ -1,6 +1,7 @@
 """`stillroom cache` and `stillroom calibrate` on real files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,24 @@ def test_stats_by_model(run: Run, records: list[Path]) -> None:
     assert found["num_records"] == 3 and found["num_bytes"] == sum(path.stat().st_size for path in records)
     assert [model["model"] for model in found["models"]] == [MODEL.hex()]
     assert "3 records" in run("cache", "stats", "--kb", "kb").out
+
+
+def test_stats_tell_prepared_chunks_and_how_many_were_used(run: Run, records: list[Path]) -> None:
+    store = DiskStore(Path("kb") / KV_FOLDER, MODEL)
+    for index, (is_in_document, bits) in enumerate(((True, 8), (True, 8), (True, 4), (False, 16)), start=3):
+        key = NodeKey(bytes([index]) * 32)
+        record = NodeRecord(key, key, 5, 10, ChunkId(index), 1.0, 1.0, is_used=False, bits=bits)
+        assert store.write(
+            replace(record, is_in_document=is_in_document, seen=(ChunkId(index),)), bytes(100), checksum_of(bytes(100))
+        )
+    store.mark_used(NodeKey(bytes([4]) * 32))
+    store.close()
+
+    found = run("cache", "stats", "--kb", "kb", "--json").json
+    expected = {"num_chunks": 4, "num_used": 1, "num_bytes": 4 * 4196, "chunks_by_bits": {"8": 2, "4": 1, "16": 1}}
+    assert found["prepared"] == found["models"][0]["prepared"] == expected and found["num_records"] == 7
+    shown = run("cache", "stats", "--kb", "kb").out
+    assert "  prepared: 4 chunks, 16 KiB in 4, 8 or 16 bits a number, 1 used by questions\n" in shown
 
 
 def test_verify_reports_and_removes_damaged_records(run: Run, records: list[Path]) -> None:

@@ -23,6 +23,7 @@ from stillroom.engine.async_engine import AsyncEngine
 from stillroom.errors import EngineClosedError, EngineError, PromptTooLongError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
+from stillroom.telemetry import catalogue
 from tests.engine.engine_fixture import EngineFixture, Oracle, question
 from tests.fakes import random_checkpoint
 
@@ -262,6 +263,8 @@ def test_prepared_kv_that_was_used_stays_used_after_a_restart(decoder: Decoder, 
     first.prepare(1, 2, 3, 4)
     first.idle()
     first.run(question("r", 4, 2))
+    readings = first.cache.readings()
+    assert readings[catalogue.KV_IN_DOCUMENT] == {"device": 4, "host": 0, "disk": 4}
     unused = {node.key: node.disk_bytes for node in first.tree if not node.is_used}
     assert first.tree.num_unused_bytes(Tier.DISK) == sum(unused.values()) > 0
     assert first.cache.tiers is not None and first.cache.tiers.disk is not None

@@ -83,6 +83,8 @@ class KVCache:
             catalogue.KV_PLACED_TOKENS: stats.placed_tokens,
             catalogue.KV_PREPARED_TOKENS: stats.prepared_tokens,
             catalogue.PREPARED: stats.prepared,
+            catalogue.KV_IN_DOCUMENT: {tier.label: tree.in_document(tier)[0] for tier in Tier},
+            catalogue.KV_IN_DOCUMENT_BYTES: {tier.label: tree.in_document(tier)[1] for tier in Tier},
             catalogue.KV_UNUSED_BYTES: {tier.label: tree.num_unused_bytes(tier) for tier in Tier},
             catalogue.KV_REPAIRED_TOKENS: stats.recomputed_tokens,
             catalogue.KV_PLACED_OVERLAP: stats.placed_overlap,

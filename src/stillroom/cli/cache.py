@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from stillroom.cli.console import count, line, note, print_json, size
 from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, QuietOption, help_text
 from stillroom.cli.progress import counting
 from stillroom.errors import KnowledgeBaseNotFoundError, StorageError
-from stillroom.kvstore.files import KV_FOLDER, clear_all, fingerprints, usage
+from stillroom.kvstore.files import KV_FOLDER, PreparedUsage, clear_all, fingerprints, usage
 
 if TYPE_CHECKING:
     from stillroom.kvstore.sweep import SweepReport
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True)
 
 STATS_HELP = help_text(
-    "Show how much KV is kept on disk for each model.",
+    "Show how much KV is kept on disk for each model, and how much of it was prepared before a question.",
     "KV on device and host belongs to a running server; its /metrics shows it.",
-    examples=("stillroom cache stats --kb ./kb", "stillroom cache stats --json | jq .num_bytes"),
+    examples=("stillroom cache stats --kb ./kb", "stillroom cache stats --json | jq .prepared"),
 )
 CLEAR_HELP = help_text(
     "Remove all KV from disk; answers do not change, but their KV must be computed again.",
@@ -43,14 +44,31 @@ def stats(kb: KbOption = DEFAULT_KB, as_json: JsonOption = False) -> None:
     total = sum(one.num_bytes for one in found)
     if as_json:
         models = [
-            {"model": one.fingerprint.hex(), "num_records": one.num_records, "num_bytes": one.num_bytes}
+            {
+                "model": one.fingerprint.hex(),
+                "num_records": one.num_records,
+                "num_bytes": one.num_bytes,
+                "prepared": asdict(one.prepared),
+            }
             for one in found
         ]
-        print_json({"num_records": sum(one.num_records for one in found), "num_bytes": total, "models": models})
+        prepared = asdict(sum((one.prepared for one in found), PreparedUsage()))
+        num_records = sum(one.num_records for one in found)
+        print_json({"num_records": num_records, "num_bytes": total, "prepared": prepared, "models": models})
         return
     for one in found:
         line(f"{one.fingerprint.hex()[:16]}  {count(one.num_records, 'record'):>14}  {size(one.num_bytes):>10}")
+        if one.prepared.num_chunks:
+            line(f"  {_described(one.prepared)}")
     line(f"{count(len(found), 'model')}, {size(total)} on disk")
+
+
+def _described(prepared: PreparedUsage) -> str:
+    bits = " or ".join(", ".join(map(str, sorted(prepared.chunks_by_bits))).rsplit(", ", 1))
+    return (
+        f"prepared: {count(prepared.num_chunks, 'chunk')}, {size(prepared.num_bytes)} in {bits} bits a number, "
+        f"{prepared.num_used:,} used by questions"
+    )
 
 
 @app.command("clear", help=CLEAR_HELP)

@@ -8,8 +8,9 @@ file is a miss. Files of other names are left alone.
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -43,12 +44,33 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedUsage:
+    """Records of chunks that were computed before a question asked for them, or in their document's context."""
+
+    num_chunks: int = 0
+    num_used: int = 0
+    """Those that a question has used."""
+    num_bytes: int = 0
+    chunks_by_bits: Mapping[int, int] = field(default_factory=dict)
+    """Chunks by bits of each number."""
+
+    def __add__(self, other: "PreparedUsage") -> "PreparedUsage":
+        return PreparedUsage(
+            self.num_chunks + other.num_chunks,
+            self.num_used + other.num_used,
+            self.num_bytes + other.num_bytes,
+            dict(Counter(self.chunks_by_bits) + Counter(other.chunks_by_bits)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FolderUsage:
     """Stored KV of one model."""
 
     fingerprint: bytes
     num_records: int
     num_bytes: int
+    prepared: PreparedUsage = PreparedUsage()
 
 
 def size_on_disk(payload_size: int, num_seen: int = 1, notes_size: int = 0) -> int:
@@ -154,15 +176,25 @@ def fingerprints(root: Path) -> list[bytes]:
 
 
 def usage(root: Path) -> list[FolderUsage]:
-    """Return the number of records and bytes of each model, without verification."""
+    """Return the number of records and bytes of each model, without verification of payloads."""
     found = []
     for fingerprint in fingerprints(root):
-        sizes = []
-        for path in record_paths(folder_of(root, fingerprint)):
+        folder = folder_of(root, fingerprint)
+        used, sizes, prepared = set(read_used_keys(folder)), [], PreparedUsage()
+        for path in record_paths(folder):
             with contextlib.suppress(OSError):
                 sizes.append(path.stat().st_size)
-        found.append(FolderUsage(fingerprint, len(sizes), sum(sizes)))
+                prepared += _prepared_usage(read_header(path, fingerprint), used)
+        found.append(FolderUsage(fingerprint, len(sizes), sum(sizes), prepared))
     return found
+
+
+def _prepared_usage(header: Header | Defect | None, used: Collection[NodeKey]) -> PreparedUsage:
+    """Usage of one record; nothing if it is not prepared, or damaged."""
+    if not isinstance(header, Header) or not (header.record.is_in_document or not header.record.is_used):
+        return PreparedUsage()
+    is_used = header.record.is_used or header.record.key in used
+    return PreparedUsage(1, int(is_used), header.file_size, {header.record.bits: 1})
 
 
 def forget_chunks(

@@ -122,6 +122,12 @@ KV_PREPARED_TOKENS = MetricSpec(
     "Tokens of documents reused as prepared in their document's context.",
 )
 PREPARED = MetricSpec("stillroom_prepared_chunks_total", "counter", "Chunks computed before a question asked for them.")
+KV_IN_DOCUMENT = MetricSpec(
+    "stillroom_kv_cache_prepared_chunks", "gauge", "Chunks kept in their document's context, by tier.", _TIER
+)
+KV_IN_DOCUMENT_BYTES = MetricSpec(
+    "stillroom_kv_cache_prepared_bytes", "gauge", "Bytes of those chunks, by tier.", _TIER
+)
 KV_UNUSED_BYTES = MetricSpec(
     "stillroom_kv_cache_unused_bytes", "gauge", "Bytes of prepared KV that no question has used yet, by tier.", _TIER
 )

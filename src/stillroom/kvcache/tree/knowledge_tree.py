@@ -102,6 +102,10 @@ class KnowledgeTree:
         """Where prepared KV must find room: on disk, to last; without a disk, on the host."""
         return Tier.DISK if self._tiers.capacity(Tier.DISK) else Tier.HOST
 
+    def in_document(self, tier: Tier) -> tuple[int, int]:
+        """Return number and bytes of the copies in a tier that were computed in their document's context."""
+        return self._tiers.in_document(tier)
+
     def num_unused_bytes(self, tier: Tier) -> int:
         """Bytes of the copies in a tier that were prepared and never used."""
         return self._tiers.num_unused_bytes(tier)

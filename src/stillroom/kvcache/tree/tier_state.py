@@ -40,6 +40,8 @@ class TierState:
         self._used = dict.fromkeys(Tier, 0)
         self._unused = dict.fromkeys(Tier, 0)
         self._num_copies = dict.fromkeys(Tier, 0)
+        self._in_document: Counter[Tier] = Counter()
+        self._bytes_in_document: Counter[Tier] = Counter()
         self._queues: dict[Tier, IndexedHeap[Node]] = {tier: IndexedHeap() for tier in Tier}
         self._clocks = dict.fromkeys(Tier, 0.0)
         self._protected: Counter[NodeKey] = Counter()
@@ -56,6 +58,10 @@ class TierState:
     def num_nodes(self, tier: Tier) -> int:
         """Nodes with a copy in a tier."""
         return self._num_copies[tier]
+
+    def in_document(self, tier: Tier) -> tuple[int, int]:
+        """Return number and bytes of the copies in a tier that were computed in their document's context."""
+        return self._in_document[tier], self._bytes_in_document[tier]
 
     def num_unused_bytes(self, tier: Tier) -> int:
         """Bytes of the copies in a tier that were prepared and never used."""
@@ -170,6 +176,9 @@ class TierState:
         self._used[tier] += by * self.size(node, tier)
         if not node.is_used:
             self._unused[tier] += by * self.size(node, tier)
+        if node.document_path:
+            self._in_document[tier] += by
+            self._bytes_in_document[tier] += by * self.size(node, tier)
         if node.parent is not None:
             node.parent.num_children_in[tier] += by
             self._update_queues(node.parent, (tier,))
@@ -271,6 +280,9 @@ class TierState:
         sums = (self._used, self._unused, self._num_copies)
         assert (used, unused, num_copies) == sums, "copies and their sums differ"
         assert all(used[tier] <= limit for tier, limit in self._capacity.items()), "a tier is over its capacity"
+        for tier in Tier:
+            sizes = [self.size(node, tier) for node in nodes if node.document_path and node.is_in(tier)]
+            assert self.in_document(tier) == (len(sizes), sum(sizes)), "prepared copies and their sums differ"
         known = set(nodes)
         for queue in self._queues.values():
             queue.check_integrity()
