@@ -1,9 +1,13 @@
 """`stillroom prepare` on real files with the bundled decoder."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from stillroom.backends.document_windows import DocumentWindow, DocumentWindows
+from stillroom.cli import main
+from stillroom.core.cancellation import Cancellation
 from tests.cli.harness import Run
 
 pytestmark = pytest.mark.microworld
@@ -25,6 +29,51 @@ def test_documents_are_prepared_once_and_then_found(run: Run, kb: None) -> None:
     assert run("ask", "Who taught Pevin Jimlow ?", *mode, "--quiet").code == 0
     shown = run("explain", "--kb", "kb").out
     assert "prepared  " in shown and "at the beginning of its document; read in 8 bits a number; saves" in shown
+
+
+@pytest.fixture
+def long_kb(run: Run) -> None:
+    """A document of several windows."""
+    Path("docs").mkdir()
+    lines = (f"Pevin Jimlow was born in the year {year} . He was taught by Rana Gevdt ." for year in range(30))
+    text = "\n\n".join(lines)
+    Path("docs/pevin.txt").write_text(text)
+    Path("small.toml").write_text("[chunker]\nmax_tokens = 32\n[prepare]\nwindow_tokens = 200\n")
+    assert run("add", "docs", "--kb", "kb", "--quiet", "--config", "small.toml").code == 0
+
+
+@pytest.mark.parametrize(("signal", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_interrupted_command_prints_what_it_did(
+    run: Run,
+    long_kb: None,
+    signal: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    compute = DocumentWindows.compute
+    windows: list[DocumentWindow] = []
+
+    def interrupted(self: DocumentWindows, window: DocumentWindow, stop: Cancellation) -> bool:
+        windows.append(window)
+        if len(windows) == 3:
+            raise signal
+        return compute(self, window, stop)
+
+    monkeypatch.setattr(DocumentWindows, "compute", interrupted)
+    command = ["prepare", "--config", "small.toml", "--kb", "kb", "--model", "bundled:microworld", "--json"]
+    capfd.readouterr()
+    try:
+        ended = main.run([*command, "--reuse", "prepared"])
+    except SystemExit as ending:
+        ended = int(ending.code or 0)
+    monkeypatch.setattr(DocumentWindows, "compute", compute)
+    first = json.loads(capfd.readouterr().out)
+    assert ended == code
+    assert first["is_interrupted"] and 0 < first["num_computed"] == first["num_chunks"] < first["num_chunks_total"]
+    rest = run(*command, "--reuse", "prepared").json
+    assert not rest["is_interrupted"] and rest["num_chunks"] == rest["num_chunks_total"]
+    assert rest["num_computed"] == rest["num_chunks"] - first["num_chunks"]
 
 
 def test_reader_keeps_no_kv_and_the_error_says_what_to_do(run: Run, kb: None) -> None:

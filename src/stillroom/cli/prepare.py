@@ -18,9 +18,11 @@ from stillroom.cli.options import (
     help_text,
 )
 from stillroom.cli.progress import counting
+from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UnknownDocumentError, UsageError
 
 if TYPE_CHECKING:
+    from stillroom.rag.preparing import PrepareReport
     from stillroom.rag.stillroom import Stillroom
 
 HELP = help_text(
@@ -29,7 +31,8 @@ HELP = help_text(
     "at any place; answers may differ from a full prefill's. With --reuse exact, each chunk is computed as the "
     "beginning of a prompt: the best chunk of a first question is found, and no token changes. Ask in the same mode.",
     "Documents that searches return most come first, then the newest. It stops when the budget is full "
-    "(prepare.disk_bytes). Ctrl-C keeps what is computed; the same command does the rest. A server with reuse.mode = "
+    "(prepare.disk_bytes). Ctrl-C keeps what is computed; the same command does the rest. With --json, one object is "
+    "printed also then (is_interrupted). A server with reuse.mode = "
     "prepared does this by itself while it is idle. How it works: docs/prepared.md.",
     examples=(
         "stillroom prepare --kb ./kb --model ./models/qwen2.5-0.5b --reuse prepared",
@@ -66,12 +69,17 @@ def prepare(  # noqa: PLR0913  one parameter per flag
     shown = counting("preparing chunks", is_shown=not (quiet or as_json))
     with open_stillroom(kb, settings) as stillroom, shown as on_progress:
         names = [_known(stillroom, one) for one in documents or ()]
-        report = stillroom.prepare(
-            *names, progress=lambda done: on_progress(done.num_chunks_done, done.num_chunks_total)
-        )
+        try:
+            report = stillroom.prepare(
+                *names, progress=lambda done: on_progress(done.num_chunks_done, done.num_chunks_total)
+            )
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C or a signal
+            if as_json and stillroom.preparing.report is not None:
+                _print_json(settings, stillroom.preparing.report)
+            raise
     code = 1 if report.num_chunks_total and not report.num_chunks else 0
     if as_json:
-        print_json({"mode": settings.reuse.mode, **asdict(report)})
+        _print_json(settings, report)
         raise typer.Exit(code)
     line(
         f"prepared {report.num_chunks:,} of {count(report.num_chunks_total, 'chunk')} in {duration(report.seconds)}: "
@@ -85,6 +93,10 @@ def prepare(  # noqa: PLR0913  one parameter per flag
     if report.is_full:
         line("the budget is full; raise prepare.disk_bytes and reuse.disk_bytes to prepare the rest")
     raise typer.Exit(code)
+
+
+def _print_json(settings: StillroomConfig, report: "PrepareReport") -> None:
+    print_json({"mode": settings.reuse.mode, **asdict(report)})
 
 
 def _known(stillroom: "Stillroom", name: str) -> str:

@@ -7,8 +7,8 @@ RAGCache (3.2) measures that 3 % of the documents take 60 % of the requests.
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from stillroom.core.cancellation import Cancellation
@@ -26,7 +26,7 @@ from stillroom.rag.document_demand import DocumentDemand
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 if TYPE_CHECKING:  # it imports torch
-    from stillroom.backends.document_windows import DocumentWindows
+    from stillroom.backends.document_windows import DocumentWindow, DocumentWindows
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,20 @@ class PrepareReport:
     seconds: float
     is_full: bool
     """Whether it stopped because the budget is full (`prepare.disk_bytes`, `prepare.host_bytes`)."""
+    is_interrupted: bool
+    """Whether it ended before that for another reason: a signal, `stop`, an error."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What a run has done so far; fields as of `PrepareReport`."""
+
+    num_documents: int = 0
+    num_chunks: int = 0
+    num_computed: int = 0
+    num_skipped: int = 0
+    is_full: bool = False
+    is_interrupted: bool = True
 
 
 class DocumentPreparer:
@@ -79,7 +93,7 @@ class DocumentPreparer:
         self._prepared: dict[DocumentId, float] = {}
         """When the documents that the thread has prepared were added."""
         self.report: PrepareReport | None = None
-        """Of the last complete run of the thread."""
+        """Of the last run, also of one that was interrupted."""
 
     def run(
         self,
@@ -101,38 +115,51 @@ class DocumentPreparer:
             ChangeCancelledError: `stop` was cancelled.
             EngineError: the engine was closed, or fails.
         """
-        stop, began, windows = stop or Cancellation(), self._clock.monotonic(), self._load()
-        if not windows.may_store:
-            raise KnowledgeBaseBusyError(
-                "another process keeps KV in this knowledge base, so nothing that is prepared here could be stored; "
-                "stop it first (a server with reuse.mode = prepared prepares by itself)"
-            )
-        known = {} if known is None else known
+        stop, began, known = stop or Cancellation(), self._clock.monotonic(), {} if known is None else known
         infos = [info for info in self._kb.documents() if documents is None or info.document_id in documents]
-        total = sum(info.num_chunks for info in infos)
-        num_done = num_computed = num_skipped = num_whole = 0
-        is_full = False
+        infos.sort(key=lambda info: preparing_order(info, self._demand))
+        total, counts = sum(info.num_chunks for info in infos), _Counts()
+        windows: DocumentWindows | None = None
         try:
-            for info in sorted(infos, key=lambda info: preparing_order(info, self._demand)):
+            windows = self._load()
+            if not windows.may_store:
+                raise KnowledgeBaseBusyError(
+                    "another process keeps KV in this knowledge base, so nothing that is prepared here could be "
+                    "stored; stop it first (a server with reuse.mode = prepared prepares by itself)"
+                )
+            for info in infos:
                 if known.get(info.document_id) == info.added_at:
-                    num_done, num_whole = num_done + info.num_chunks, num_whole + 1
-                    continue
-                chunks = self._kb.chunks_of(info.document_id)
-                cut = windows.windows_of(chunks)
-                num_skipped += len(chunks) - sum(len(window.new) for window in cut)
-                for window in cut:
-                    stop.check()
-                    num_computed += len(window.new) * windows.compute(window, stop)
-                    num_done += len(window.new)
-                    on_progress(PrepareProgress(num_done, total))
-                num_whole += 1
-                known[info.document_id] = info.added_at
+                    counts.num_chunks += info.num_chunks
+                else:
+                    for _ in self._computed_windows(info, windows, counts, stop):
+                        on_progress(PrepareProgress(counts.num_chunks, total))
+                    known[info.document_id] = info.added_at
+                counts.num_documents += 1
+            counts.is_interrupted = False
         except PreparedFullError:
-            is_full = True
-        seconds = self._clock.monotonic() - began
-        return PrepareReport(
-            num_whole, len(infos), num_done, total, num_computed, num_skipped, windows.num_bytes, seconds, is_full
-        )
+            counts.is_full, counts.is_interrupted = True, False
+        finally:
+            self.report = PrepareReport(
+                num_documents_total=len(infos),
+                num_chunks_total=total,
+                num_bytes=0 if windows is None else windows.num_bytes,
+                seconds=self._clock.monotonic() - began,
+                **asdict(counts),
+            )
+        return self.report
+
+    def _computed_windows(
+        self, info: DocumentInfo, windows: "DocumentWindows", counts: _Counts, stop: Cancellation
+    ) -> Iterator["DocumentWindow"]:
+        """Compute the windows of a document, count them, and yield each when it is kept."""
+        chunks = self._kb.chunks_of(info.document_id)
+        cut = windows.windows_of(chunks)
+        counts.num_skipped += len(chunks) - sum(len(window.new) for window in cut)
+        for window in cut:
+            stop.check()
+            counts.num_computed += len(window.new) * windows.compute(window, stop)
+            counts.num_chunks += len(window.new)
+            yield window
 
     def begin(self) -> None:
         """Start the thread, which prepares all documents, again after each change of documents. Idempotent."""
@@ -163,10 +190,10 @@ class DocumentPreparer:
             try:
                 now = self._kb.num_changes
                 if now != seen or self._clock.monotonic() >= due:
-                    self.report = self.run(stop=self._stop, known=self._prepared)
-                    pause = _SECONDS_BETWEEN_PASSES if self.report.is_full else math.inf
+                    report = self.run(stop=self._stop, known=self._prepared)
+                    pause = _SECONDS_BETWEEN_PASSES if report.is_full else math.inf
                     seen, due = now, self._clock.monotonic() + pause
-                    _log(self.report)
+                    _log(report)
             except (ChangeCancelledError, EngineClosedError):
                 return
             except StillroomError as error:
