@@ -118,7 +118,7 @@ def test_full_budget_stops_with_the_documents_that_are_asked_for(docs: Path, tmp
     with Stillroom.open(tmp_path / "kb", config=PREPARED) as stillroom:
         stillroom.add(docs)
         num_bytes = stillroom.prepare().num_bytes
-    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=num_bytes // 2, host_bytes=0)
+    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=3 * num_bytes // 4, host_bytes=0)
     with Stillroom.open(tmp_path / "small", config=dataclasses.replace(PREPARED, prepare=budget)) as stillroom:
         stillroom.add(docs)
         for _ in range(3):

@@ -76,6 +76,15 @@ class DocumentWindows:
         return 0 if tree is None else tree.num_unused_bytes(tree.prepared_tier)
 
     @property
+    def num_displaced_bytes(self) -> int:
+        """Bytes of prepared KV so far that made room for used KV before a question used it."""
+        return 0 if self.cache.tree is None else self.cache.tree.stats.displaced_bytes
+
+    def fits_again(self, num_displaced: int) -> bool:
+        """Whether so many displaced bytes, or a quarter of the budget of prepared KV, have room now."""
+        return self.cache.tree is not None and self.cache.tree.tiers.fits_again(num_displaced)
+
+    @property
     def may_store(self) -> bool:
         """Whether this process may write KV to disk; False if another one does."""
         tiers = self.cache.tiers

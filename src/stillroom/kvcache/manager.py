@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import AttentionMasses, BlockCopy
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import FULL_BITS, NO_TENANT, OwnerTag, Tier
+from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.errors import PreparedFullError
@@ -22,7 +22,7 @@ from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
-from stillroom.kvcache.prepared import keep_prepared, num_missing_tokens, num_pieces_to_keep
+from stillroom.kvcache.prepared import keep_prepared, missing_bytes, num_pieces_to_keep
 from stillroom.kvcache.reuse_report import nothing_reused
 from stillroom.kvcache.tree.pieces import Piece
 
@@ -132,14 +132,10 @@ class KVCacheManager:
         if self.reuse is None:
             return False
         tree = self.reuse.tree
-        if self.uses_prepared:
-            num_missing, bits = num_missing_tokens(tree, lease), tree.options.prepared_bits
-        else:
-            missing = lease.pieces[len(tree.match(lease.pieces)) : num_pieces_to_keep(lease)]
-            num_missing, bits = sum(piece.num_tokens for piece in missing), FULL_BITS
-        if tree.options.num_bytes(num_missing, bits) > tree.unused_room():
+        num_bytes = missing_bytes(tree, lease, in_document=self.uses_prepared)
+        if num_bytes > tree.unused_room():
             raise PreparedFullError("the budget of prepared KV is full")
-        return num_missing > 0
+        return num_bytes > 0
 
     def take_changes(self) -> set[bytes]:
         """Return keys and contents of the nodes that gained or lost a copy since the last call."""

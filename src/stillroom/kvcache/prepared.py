@@ -83,14 +83,24 @@ def prepared_path(tree: KnowledgeTree, lease: Lease) -> list[Node]:
     return found
 
 
-def num_missing_tokens(tree: KnowledgeTree, lease: Lease) -> int:
-    """Return the tokens of the chunks that a preparing prompt is for and that have no copy in this context."""
-    num_tokens = 0
-    for index, piece in enumerate(lease.pieces):
-        context = _context_of(lease.pieces, index) if piece.chunk_id in lease.prepares else None
-        if context is not None and tree.get(context.key_of(piece.content, piece.start)) is None:
-            num_tokens += piece.num_tokens
-    return num_tokens
+def missing_bytes(tree: KnowledgeTree, lease: Lease, *, in_document: bool) -> int:
+    """Return the bytes, where prepared KV is to last, of what a preparing prompt is for and what is not kept yet.
+
+    Args:
+        in_document: whether it prepares copies in their document's context, else beginnings of prompts.
+    """
+    num_bytes, bits = 0, tree.options.prepared_bits if in_document else FULL_BITS
+    matched = 0 if in_document else len(tree.match(lease.pieces))
+    for index, piece in enumerate(lease.pieces[matched : num_pieces_to_keep(lease)], start=matched):
+        context = _context_of(lease.pieces, index) if in_document and piece.chunk_id in lease.prepares else None
+        if context is not None:
+            is_missing = tree.get(context.key_of(piece.content, piece.start)) is None
+        else:
+            is_missing = not in_document
+        if is_missing:
+            num_seen = sum(before.chunk_id is not None for before in lease.pieces[: index + 1])
+            num_bytes += tree.tiers.prepared_size(piece.num_tokens, bits, num_seen)
+    return num_bytes
 
 
 def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:

@@ -47,5 +47,7 @@ class KVCacheStats:
     """Copies not made to disk because the nodes they would have displaced are asked for more often."""
     evictions: Counter[Tier] = field(default_factory=_by_tier)
     """Copies dropped to make room, by tier."""
+    displaced_bytes: int = 0
+    """Bytes of prepared KV that was evicted, before a question used it, from the tier where it was to last."""
     lost: int = 0
     """Nodes whose last copy was dropped, for any reason."""

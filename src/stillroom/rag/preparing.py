@@ -5,7 +5,6 @@ RAGCache (3.2) measures that 3 % of the documents take 60 % of the requests.
 """
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_BETWEEN_PASSES = 60.0
-"""After these, a budget that was full is tried again."""
+"""After these, a budget that was full, or that has room again, is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,14 @@ class DocumentPreparer:
         self._wake = threading.Event()
         self._prepared: dict[DocumentId, float] = {}
         """When the documents that the thread has prepared were added."""
+        self._seen_changes: int | None = None
+        """Changes of documents before the last pass that ended."""
+        self._announced: int | None = None
+        """The same of the last pass that was announced."""
+        self._due = 0.0
+        self._was_full = False
+        self._displaced = 0
+        """Bytes of prepared KV that were evicted unused until `_prepared` was last emptied."""
         self.report: PrepareReport | None = None
         """Of the last run, also of one that was interrupted."""
 
@@ -183,17 +190,44 @@ class DocumentPreparer:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def run_if_due(self) -> None:
+        """Prepare all documents that are not known to be prepared, if a document changed since the last pass.
+
+        Also a minute after the last pass, if the budget was full then, or has room again for KV that was evicted before
+        a question used it: then every document is looked at again. Only KV that questions use evicts prepared KV, and
+        what it leaves free is less than what it evicted, so that without questions a second pass computes nothing.
+        Raises as `run`.
+        """
+        changes, windows = self._kb.num_changes, self._load()
+        num_displaced = windows.num_displaced_bytes - self._displaced
+        fits_again = num_displaced > 0 and windows.fits_again(num_displaced)
+        has_changed = changes != self._seen_changes
+        if not has_changed and not ((self._was_full or fits_again) and self._clock.monotonic() >= self._due):
+            return
+        if fits_again:
+            self._prepared.clear()
+            self._displaced += num_displaced
+        is_told = changes != self._announced and self._announce(changes)
+        report = self.run(stop=self._stop, known=self._prepared)
+        self._seen_changes, self._was_full = changes, report.is_full
+        self._due = self._clock.monotonic() + _SECONDS_BETWEEN_PASSES
+        if is_told or report.num_computed:
+            _log(report)
+
+    def _announce(self, changes: int) -> bool:
+        """Log that a pass begins after a change; False if every document is known to be prepared."""
+        self._announced = changes
+        infos = [info for info in self._kb.documents() if self._prepared.get(info.document_id) != info.added_at]
+        if infos:
+            num_chunks = sum(info.num_chunks for info in infos)
+            logger.info("preparing %d documents, %d chunks, while no question waits", len(infos), num_chunks)
+        return bool(infos)
+
     def _run(self) -> None:
-        seen: int | None = None
-        due, told = 0.0, ""
+        told = ""
         while not self._stop.is_cancelled:
             try:
-                now = self._kb.num_changes
-                if now != seen or self._clock.monotonic() >= due:
-                    report = self.run(stop=self._stop, known=self._prepared)
-                    pause = _SECONDS_BETWEEN_PASSES if report.is_full else math.inf
-                    seen, due = now, self._clock.monotonic() + pause
-                    _log(report)
+                self.run_if_due()
             except (ChangeCancelledError, EngineClosedError):
                 return
             except StillroomError as error:
@@ -212,12 +246,13 @@ def preparing_order(info: DocumentInfo, demand: DocumentDemand) -> tuple[int, fl
 
 
 def _log(report: PrepareReport) -> None:
-    if report.num_computed:
-        logger.info(
-            "prepared %d chunks in %.1f s: %d of %d documents%s",
-            report.num_computed,
-            report.seconds,
-            report.num_documents,
-            report.num_documents_total,
-            "; the budget is full" if report.is_full else "",
-        )
+    logger.info(
+        "prepared %d chunks in %.1f s; %d of %d documents, %d of %d chunks are prepared%s",
+        report.num_computed,
+        report.seconds,
+        report.num_documents,
+        report.num_documents_total,
+        report.num_chunks,
+        report.num_chunks_total,
+        "; the budget is full" if report.is_full else "",
+    )

@@ -222,6 +222,8 @@ class Demoter:
 
     def _pop_victim(self, tier: Tier) -> Node:
         node = self._tiers.next_victim(tier)
+        if not node.is_used and tier is self._tiers.prepared_tier:
+            self._stats.displaced_bytes += self._tiers.size(node, tier)
         self._tiers.advance_clock(node, tier)
         self._stats.evictions[tier] += 1
         return node

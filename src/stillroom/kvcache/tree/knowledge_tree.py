@@ -85,6 +85,11 @@ class KnowledgeTree:
         damaged."""
         return self._nodes.has_failed(piece.key) or self._nodes.has_failed_detached(piece.content)
 
+    @property
+    def tiers(self) -> TierState:
+        """Sizes and budgets of the tiers, to read."""
+        return self._tiers
+
     def num_bytes(self, tier: Tier) -> int:
         """Bytes of all copies in a tier."""
         return self._tiers.num_bytes(tier)
@@ -100,11 +105,7 @@ class KnowledgeTree:
     @property
     def prepared_tier(self) -> Tier:
         """Where prepared KV must find room: on disk, to last; without a disk, on the host."""
-        return Tier.DISK if self._tiers.capacity(Tier.DISK) else Tier.HOST
-
-    def in_document(self, tier: Tier) -> tuple[int, int]:
-        """Return number and bytes of the copies in a tier that were computed in their document's context."""
-        return self._tiers.in_document(tier)
+        return self._tiers.prepared_tier
 
     def num_unused_bytes(self, tier: Tier) -> int:
         """Bytes of the copies in a tier that were prepared and never used."""

@@ -72,6 +72,27 @@ class TierState:
         budget = self._unused_capacity[tier] - self._unused[tier]
         return max(0, min(budget, self._capacity[tier] - self._used[tier]))
 
+    @property
+    def prepared_tier(self) -> Tier:
+        """Where prepared KV must find room: on disk, to last; without a disk, on the host."""
+        return Tier.DISK if self._capacity[Tier.DISK] else Tier.HOST
+
+    def prepared_size(self, num_tokens: int, bits: int, num_seen: int) -> int:
+        """Return the bytes of prepared KV of this many tokens where it is to last.
+
+        Args:
+            num_seen: chunks that it has seen, its own included.
+        """
+        num_bytes = self._options.num_bytes(num_tokens, bits)
+        is_on_disk = self.prepared_tier is Tier.DISK
+        return self._options.size_on_disk(num_bytes, num_seen, 0) if is_on_disk else num_bytes
+
+    def fits_again(self, num_displaced: int) -> bool:
+        """Whether so many bytes of prepared KV that was evicted, or a quarter of its budget, have room."""
+        tier = self.prepared_tier
+        budget = min(self._unused_capacity[tier], self._capacity[tier])
+        return self.unused_room(tier) >= min(num_displaced, budget // 4)
+
     def count_first_use(self, node: Node) -> None:
         """Count a node's copies as used from now on. Precondition: it was not used."""
         for tier in TIERS:
