@@ -117,6 +117,8 @@ def serve(  # noqa: PLR0913  one parameter per flag
 
         if settings.server.access_log:
             logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
+        if not quiet:
+            logging.getLogger("stillroom.rag.preparing").setLevel(logging.INFO)
         server.run(lambda loading: served.load(access, loading), announce, settings.server)
         if server.is_loading:
             notify("stopped while loading")
