@@ -75,9 +75,13 @@ class Twin:
         return self.num_created * 100 + text
 
     def prepare(self, window: Sequence[int], num_known: int, num_tokens: int, system: int) -> None:
-        for index, path in enumerate(prefixes(*window)):
-            if index >= num_known and (index + 2) * SIZE <= num_tokens:
-                self.copies.add((system, path))
+        paths = prefixes(*window)
+        self.copies |= {(system, path) for index, path in enumerate(paths) if (index + 2) * SIZE <= num_tokens}
+        if (len(window) + 1) * SIZE <= num_tokens:  # known chunks are kept until their window is complete
+            self.copies -= {(system, path) for path in paths[:num_known] if self.has_longer(system, path)}
+
+    def has_longer(self, system: int, path: Path) -> bool:
+        return any(other == system and one[-len(path) :] == path != one for other, one in self.copies)
 
     def ask(self, chunks: Sequence[int], system: int) -> tuple[int, dict[int, Path]]:
         """Return number of exact chunks and the copies placed behind them, and keep what becomes exact."""
@@ -314,14 +318,25 @@ def test_an_interrupted_prompt_goes_on_with_chunks_from_lower_tiers() -> None:
     assert fixture.is_prepared((1, 2, 3)) and fixture.copy(1, 2).tier is Tier.DEVICE
 
 
-def test_an_interrupted_window_with_known_chunks_ends_with_the_same_copies() -> None:
-    """Its known chunks are kept in their own context only, so it begins again behind the system message."""
-    fixture = PreparedFixture()
+def test_an_interrupted_window_with_known_chunks_computes_no_complete_chunk_twice() -> None:
+    fixture = PreparedFixture(options={"disk_bytes": 100, "unused_disk_bytes": 100})
     fixture.prepare((1, 2))
-    fixture.prepare((2, 3, 4), num_known=1, num_tokens=3 * SIZE)
-    assert fixture.copies() == [(1,), (1, 2), (2, 3)] and not fixture.is_prepared((2, 3, 4), num_known=1)
-    fixture.prepare((2, 3, 4), num_known=1)
+    assert fixture.prepare((2, 3, 4), num_known=1, num_tokens=3 * SIZE + 1) == 2 * SIZE + 1
+    assert fixture.copies() == [(1,), (1, 2), (2,), (2, 3)] and not fixture.is_prepared((2, 3, 4), num_known=1)
+    while fixture.manager.store_next():
+        fixture.check()
+    assert not fixture.copy(2).is_in(Tier.DISK) and fixture.tree.stats.prepared == 3, "it serves this window only"
+    assert fixture.prepare((2, 3, 4), num_known=1) == SIZE + LENGTH_OF_QUESTION
     assert fixture.copies() == [(1,), (1, 2), (2, 3), (2, 3, 4)] and fixture.is_prepared((2, 3, 4), num_known=1)
+
+
+def test_known_chunk_without_another_copy_stays() -> None:
+    fixture = PreparedFixture()
+    fixture.prepare((2, 3), num_known=1)
+    assert fixture.copies() == [(2,), (2, 3)]
+    fixture.prepare((1, 2), system=1)
+    fixture.prepare((2, 4), num_known=1)
+    assert fixture.copies() == [(1,), (1, 2), (2,), (2, 3), (2, 4)], "under another system message it has seen more"
 
 
 @pytest.mark.parametrize("anywhere", [PREPARED, None])

@@ -1,7 +1,7 @@
 """Runs preparing prompts (`Request.prepares`) while the engine is idle; a question interrupts them.
 
-An interrupted prompt starts again when the engine is idle. Chunks that it has completed are kept; the rest of a window
-that began with chunks of an earlier one is computed again.
+An interrupted prompt goes on when the engine is idle: the chunks that it has completed are kept, and it begins behind
+them as long as they stay on the device.
 """
 
 import logging

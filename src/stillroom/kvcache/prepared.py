@@ -106,6 +106,9 @@ def missing_bytes(tree: KnowledgeTree, lease: Lease, *, in_document: bool) -> in
 def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:
     """Keep the chunks of a preparing prompt that are complete: those within its first `num_computed` tokens.
 
+    Also the chunks at its beginning that are prepared already, until it is complete: it goes on there if it is
+    interrupted.
+
     Raises:
         NonFiniteError: a chunk's KV holds NaN or an infinity. It is not kept.
     """
@@ -116,12 +119,24 @@ def keep_prepared(tree: KnowledgeTree, lease: Lease, num_computed: int) -> None:
         kept: Node | None = None
         if context is None and tree.get(piece.key) is None:
             kept = tree.insert(piece, own, lease.cost_per_token)  # used by every prompt
-        elif context is not None and piece.chunk_id in lease.prepares:
-            kept = tree.insert_detached(piece, own, context, lease.cost_per_token)
+        elif context is not None:
+            is_known = piece.chunk_id not in lease.prepares
+            kept = tree.insert_detached(piece, own, context, lease.cost_per_token, is_passing=is_known)
         if kept is not None:
             tree.acquire([kept])
             lease.nodes.append(kept)
         lease.num_committed += 1
+    if lease.num_committed == num_pieces_to_keep(lease):
+        tree.drop([node for node in lease.nodes if _is_superseded(tree, node, lease)])
+
+
+def _is_superseded(tree: KnowledgeTree, node: Node, lease: Lease) -> bool:
+    """Whether a node was kept for this preparing prompt only: another copy of its chunk has seen more."""
+    if not node.document_path or node.chunk_id in lease.prepares:
+        return False
+    own = node.document_path
+    longer = (one for one in tree.variants(node.content) if one.document_path[-len(own) :] == own != one.document_path)
+    return any(_is_current(one, one.document_path, lease) for one in longer)
 
 
 def num_pieces_to_keep(lease: Lease) -> int:

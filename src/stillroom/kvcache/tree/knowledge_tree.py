@@ -216,13 +216,22 @@ class KnowledgeTree:
         return node
 
     def insert_detached(
-        self, piece: Piece, block_ids: Sequence[BlockId], context: Context, cost_per_token: float
+        self,
+        piece: Piece,
+        block_ids: Sequence[BlockId],
+        context: Context,
+        cost_per_token: float,
+        *,
+        is_passing: bool = False,
     ) -> Node:
         """Keep a chunk as a node without parent: computed after chunks whose KV was not exact, or for later prompts.
 
         Such a node is never part of an exact prefix; it can be placed. Its key names content, position and provenance,
         so an existing node of that key has seen the same chunks and is returned unchanged. A node in its document's
         context counts no use yet. The tree takes a reference of its own to the blocks. Raises as `insert`.
+
+        Args:
+            is_passing: kept for a preparing prompt that may be interrupted, so it is not copied to disk while idle.
         """
         assert piece.chunk_id in context.seen
         self._check_finite(piece, block_ids)
@@ -230,7 +239,8 @@ class KnowledgeTree:
         existing = self._nodes.get(key)
         if existing is not None:
             return existing
-        node = self._add_node(piece, key, context, cost_per_token, is_used=not context.document_path)
+        is_used = not context.document_path
+        node = self._add_node(piece, key, context, cost_per_token, is_used=is_used, is_passing=is_passing)
         self.pool.acquire(block_ids)
         self._tiers.add_device_copy(node, list(block_ids))
         return node
@@ -240,7 +250,14 @@ class KnowledgeTree:
             raise NonFiniteError
 
     def _add_node(
-        self, piece: Piece, key: NodeKey, context: Context | None, cost_per_token: float, *, is_used: bool
+        self,
+        piece: Piece,
+        key: NodeKey,
+        context: Context | None,
+        cost_per_token: float,
+        *,
+        is_used: bool,
+        is_passing: bool = False,
     ) -> Node:
         node = self._nodes.attach(
             key,
@@ -257,8 +274,9 @@ class KnowledgeTree:
             self.touch(node, cost_per_token)
         else:
             node.add_cost(cost_per_token)
-            self.stats.prepared += piece.chunk_id is not None
-        self._nodes.unstored[key] = None
+            self.stats.prepared += piece.chunk_id is not None and not is_passing
+        if not is_passing:
+            self._nodes.unstored[key] = None
         return node
 
     # Reading copies
@@ -361,6 +379,10 @@ class KnowledgeTree:
         Returns the number of nodes dropped.
         """
         return self._drop_all(nodes, has_failed=True)
+
+    def drop(self, nodes: Iterable[Node]) -> None:
+        """Drop detached nodes that are not needed any more; running sequences keep their blocks."""
+        self._drop_all(nodes)
 
     def clear(self) -> None:
         """Drop every path that no sequence uses."""
