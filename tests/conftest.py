@@ -1,13 +1,16 @@
 """Fixtures of all tests. Tests run offline, whatever the environment says."""
 
+import asyncio
 import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import uvicorn.server
 from hypothesis import settings
 
 from stillroom.models import bundled_models
@@ -41,6 +44,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skips.items():
             if skip is not None and item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+class ShortPauses:
+    """The module `asyncio`, whose `sleep` takes 5 ms at most."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.005))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_stop_at_once() -> Iterator[None]:
+    """Uvicorn looks every 0.1 s whether it should stop, then waits 0.1 s; hundreds of tests start a server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", ShortPauses())
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
