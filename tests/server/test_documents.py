@@ -137,12 +137,19 @@ def test_waiting_uploads_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -
 
 def test_cancelled_upload_counts_as_running_until_its_step_ends() -> None:
     stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(max_concurrent=1)))
-    go_on, upload = threading.Event(), stillroom.upload
-    stillroom.upload = lambda *given: (go_on.wait(20), upload(*given))[1]  # type: ignore[method-assign]
+    begun, go_on, upload = threading.Event(), threading.Event(), stillroom.upload
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return upload(*given)
+
+    stillroom.upload = slow  # type: ignore[method-assign]
     streamed = {"accept": "text/event-stream"}
     with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         with client.stream("POST", ROUTE, json=as_json(a_md="a"), headers=streamed) as response:
             assert response.status_code == 200
+            assert begun.wait(20), "an upload that has not begun is cancelled at once"
         until(lambda: 'path="/v1/documents",status="200"} 1' in client.get("/metrics").text)
         refused = client.post(ROUTE, json=as_json(a_md="a"))
         go_on.set()
