@@ -76,13 +76,11 @@ def test_an_exact_index_meets_every_recall(run: Run, kb: Path) -> None:
     assert run("search", "Tunstead", "--kb", kb, "--ann-recall", "0.99", "--json").json["results"]
 
 
-def test_quiet_ask_prints_only_the_answer(kb: Path) -> None:
-    command = [*PROGRAM, "ask", QUESTION, "--kb", str(kb), "--quiet"]
+def test_quiet_ask_prints_only_the_answer(run: Run, kb: Path) -> None:
+    done = run("ask", QUESTION, "--kb", kb, "--quiet")
 
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert (done.returncode, done.stdout) == (0, f"{ANSWER}\n")
-    assert done.stderr.splitlines() == WARNINGS
+    assert (done.code, done.out) == (0, f"{ANSWER}\n")
+    assert done.err.splitlines() == WARNINGS
 
 
 def test_several_questions_from_stdin(run: Run, kb: Path, monkeypatch: pytest.MonkeyPatch) -> None:

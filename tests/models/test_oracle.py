@@ -198,16 +198,18 @@ def test_language_model_of_a_checkpoint_with_a_vision_tower(tmp_path: Path, base
     torch.testing.assert_close(all_logits(tmp_path, token_ids, [13, 47]), expected, atol=1e-4, rtol=1e-4)
 
 
-def greedy(oracle: Any, token_ids: list[int], count: int) -> list[int]:
+def greedy(oracle: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Return the tokens that transformers generates for each prompt, in one batch padded on the left."""
+    longest = max(map(len, prompts))
     output = oracle.generate(
-        torch.tensor([token_ids]),
-        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+        torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts]),
+        attention_mask=torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    return [int(token) for token in output[0, len(token_ids) :]]
+    return [[int(token) for token in row] for row in output[:, longest:]]
 
 
 Answers = list[tuple[list[list[int]], list[int]]]
@@ -219,7 +221,8 @@ def answers(checkpoint: tuple[Path, Any]) -> Answers:
     rng = np.random.default_rng(2)
     lengths = [60], [5, 20, 9], [33], [1, 16, 17, 4], [2, 47], [18, 3, 7]
     prompts = [random_segments(rng, 301, segments) for segments in lengths]
-    return [(prompt, greedy(checkpoint[1], [t for segment in prompt for t in segment], 64)) for prompt in prompts]
+    expected = greedy(checkpoint[1], [[t for segment in prompt for t in segment] for prompt in prompts], 64)
+    return list(zip(prompts, expected, strict=True))
 
 
 def test_64_greedy_tokens_alone_equal_transformers(checkpoint: tuple[Path, Any], answers: Answers) -> None:

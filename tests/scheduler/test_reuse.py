@@ -245,35 +245,33 @@ def test_same_arrivals_and_clock_give_the_same_steps(actions: list[str], seed: i
     assert steps_of(actions, seed, scheduling) == steps_of(actions, seed, scheduling)
 
 
+def steps_of_200_actions() -> list[list[Step]]:
+    actions = random.Random(5).choices(ACTIONS, k=200)
+    return [steps_of(actions, 5, scheduling) for scheduling in sorted(SCHEDULING)]
+
+
 def test_another_process_takes_the_same_steps() -> None:
-    """The second process iterates sets in another order."""
-    program = """
-import random
-from tests.scheduler.test_reuse import ACTIONS, SCHEDULING, steps_of
-actions = random.Random(5).choices(ACTIONS, k=200)
-print([steps_of(actions, 5, scheduling) for scheduling in sorted(SCHEDULING)])
-"""
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=Path(__file__).resolve().parents[2],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in "12"
-    )
-    assert first == second and len(first) > 1000
+    """The other process iterates sets in another order."""
+    program = "from tests.scheduler.test_reuse import steps_of_200_actions; print(steps_of_200_actions())"
+    other = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"PYTHONHASHSEED": str((hash("a") + 1) % 1000)},
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    here = f"{steps_of_200_actions()}\n"
+    assert here == other and len(here) > 1000
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_a_thousand_requests_with_eviction_in_every_tier(policy: str) -> None:
+def test_hundreds_of_requests_with_eviction_in_every_tier(policy: str) -> None:
     scheduling = sorted(SCHEDULING)[len(policy) % len(SCHEDULING)]
     fixture = SchedulerFixture(1, policy=policy, scheduling=scheduling)
-    while fixture.num_requests < 1_000:
+    while fixture.num_requests < 300:
         act(fixture, fixture.randomness.choice(ACTIONS[:11]))
-        if fixture.randomness.random() < 0.002:
+        if fixture.randomness.random() < 0.005:
             fixture.lose_device()
     fixture.finish()
     stats = fixture.tree.stats

@@ -9,11 +9,18 @@ import pytest
 
 from stillroom.cli import main
 from stillroom_bench.cli import delivery
+from stillroom_bench.experiments import structures
 from stillroom_bench.instrument import bench_report
 from stillroom_bench.instrument.bench_report import BenchResult
 from tests.cli.harness import Run
 
 FLAGS = ("bench", "structures", "--repeat", "2", "--operations", "200")
+
+
+@pytest.fixture(autouse=True)
+def without_large_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the arms that take long: the tests are about what is done with the samples."""
+    monkeypatch.setattr(structures, "prefix_sharing_arms", lambda *_: [])
 
 
 def test_result_is_printed_saved_plotted_and_compared(run: Run, tmp_path: Path) -> None:
