@@ -16,6 +16,7 @@ from stillroom.ops import cpu_kernels, cpu_products
 from stillroom.ops import linear as linear_module
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, spans_of_rows
 from stillroom.ops.cpu_kernels import SPLIT, split_contexts
+from stillroom.ops.cpu_vectors import HAS_DOT
 from stillroom.ops.linear import Linear
 from stillroom.ops.rope import rotate, rotate_and_store
 from stillroom.ops.row_kernels import gate, rms_norm
@@ -49,6 +50,38 @@ def test_products(
         assert out.dtype == torch.float32
         is_rounded = dtype == torch.bfloat16 and num_rows > 16 and not is_faster  # products in bfloat16
         torch.testing.assert_close(out.double(), expected, atol=0.2 if is_rounded else 1e-4, rtol=2e-2)
+
+
+@pytest.mark.skipif(not HAS_DOT, reason="this processor multiplies float32")
+@pytest.mark.parametrize("num_rows", [2, 4, 5, 16, 33])
+@pytest.mark.parametrize("num_outputs", [1, 3, 301])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_several_rows_are_rounded_to_bfloat16_and_summed_in_float32(
+    num_rows: int, num_outputs: int, num_threads: int
+) -> None:
+    weight, x = drawn(num_outputs, 96).to(torch.bfloat16), drawn(num_rows, 96, seed=1)
+    out = torch.empty(num_rows, num_outputs)
+    cpu_kernels.use_threads()
+    cpu_products.linear_bfloat16(x.numpy(), weight.view(torch.uint32).numpy(), out.numpy(), num_threads)
+    expected = x.to(torch.bfloat16).double() @ weight.double().T
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_number_of_rows_for_the_kernel_is_where_torch_begins_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios = iter([0.5, 0.9, 1.0, 1.2, 0.8])
+    monkeypatch.setattr(linear_module, "ratio_of_times", lambda _first, _second: next(ratios))
+    monkeypatch.setattr(linear_module, "is_float32_faster", lambda: False)
+    linear_module.most_rows_of_kernel.cache_clear()
+    try:
+        assert linear_module.most_rows_of_kernel() == 8
+    finally:
+        linear_module.most_rows_of_kernel.cache_clear()
+
+
+def test_times_are_compared_on_one_thread_whose_number_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+    assert linear_module.ratio_of_times(lambda: seen.append(torch.get_num_threads()), lambda: None) > 0
+    assert set(seen) == {1} and torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("num_rows", [1, 20])
@@ -215,6 +248,7 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
         assert names == {
             "cpu_attention.py",
             "cpu_compiler.py",
+            "cpu_elements.py",
             "cpu_graph_walk.py",
             "cpu_kernels.py",
             "cpu_narrow.py",

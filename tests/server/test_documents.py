@@ -144,7 +144,7 @@ def test_cancelled_upload_counts_as_running_until_its_step_ends() -> None:
         assert go_on.wait(20)
         return upload(*given)
 
-    stillroom.upload = slow  # type: ignore[method-assign]
+    stillroom.upload = slow  # type: ignore[method-assign, assignment]
     streamed = {"accept": "text/event-stream"}
     with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url, timeout=20) as client:
         with client.stream("POST", ROUTE, json=as_json(a_md="a"), headers=streamed) as response:

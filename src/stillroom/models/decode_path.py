@@ -1,7 +1,8 @@
-"""Fast path for decoding on a CPU: one compiled call per layer of a plain Llama.
+"""Fast path for steps of few rows on a CPU: one compiled call per layer of a plain Llama.
 
-In a step of a few rows the calls between kernels cost as much as attention. Other layers (query norms, mixtures, other
-activations) use the decoder's general path; both compute the same numbers with the same kernels.
+In a step of a few rows (decoding, or a question behind kept KV) the calls between kernels cost as much as attention.
+Other layers (query norms, mixtures, other activations) use the decoder's general path; both compute the same numbers
+with the same kernels.
 """
 
 from typing import Any
@@ -13,10 +14,14 @@ from numpy.typing import NDArray
 from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.spec import ModelSpec
 from stillroom.models.weights import LayerWeights
-from stillroom.ops import cpu_kernels
+from stillroom.ops import block_attention, cpu_kernels
 from stillroom.ops.attention import AttentionPlan
 from stillroom.ops.device_attention import DevicePlan
-from stillroom.ops.linear import MAX_ROWS
+from stillroom.ops.linear import MAX_ROWS, most_rows_of_kernel
+
+_EMPTY = np.zeros(0, np.int64)
+_NO_SPLITS = (np.zeros((0, 2), np.int64), _EMPTY)
+_NO_BLOCKS = ((_EMPTY, _EMPTY), np.zeros((0, 3), np.int64))
 
 
 class DecodePath:
@@ -25,6 +30,8 @@ class DecodePath:
     def __init__(self, spec: ModelSpec, layers: list[tuple[Any, Any, Any]]) -> None:
         self._epsilon = spec.norm_eps
         self._layers = layers
+        self._num_heads = spec.num_heads
+        self._is_bfloat16 = isinstance(layers[0][1][0], np.ndarray)  # other weights come with their scales
         self._limits = [
             np.array([spec.attention_scale, spec.attention_softcap or 0.0, window or 0], dtype=np.float32)
             for window in spec.windows
@@ -46,9 +53,18 @@ class DecodePath:
             found.append(((layer.attention_norm.numpy(), layer.mlp_norm.numpy()), matrices, biases))
         return cls(spec, found)
 
-    def supports(self, plan: AttentionPlan | DevicePlan) -> bool:
-        """Whether a step consists of a few decoding rows only."""
-        return isinstance(plan, AttentionPlan) and plan.is_decode_only and 0 < len(plan.spans) <= MAX_ROWS
+    def supports(self, plan: AttentionPlan | DevicePlan, cache: torch.Tensor) -> bool:
+        """Whether a step has few rows, and the kernels can attend from them.
+
+        Args:
+            cache: keys of a layer, [S, G, D].
+        """
+        if not isinstance(plan, AttentionPlan) or not plan.spans:
+            return False
+        num_rows = plan.spans[-1].query_end
+        if not plan.is_decode_only and not (self._is_bfloat16 and block_attention.is_supported(cache)):
+            return False
+        return num_rows == 1 or num_rows <= (most_rows_of_kernel() if self._is_bfloat16 else MAX_ROWS)
 
     def run(
         self,
@@ -62,10 +78,12 @@ class DecodePath:
         rotation = (rope[0].squeeze(1).numpy(), rope[1].squeeze(1).numpy())
         slots, plan, num_threads = packed.slots_T.numpy(), packed.plan, cpu_kernels.use_threads()
         assert isinstance(plan, AttentionPlan)
+        contexts, splits = (plan.contexts, plan.splits) if plan.is_decode_only else (plan.blocks.contexts, _NO_SPLITS)
         for index, (weights, limits) in enumerate(zip(self._layers, self._limits, strict=True)):
             k_SGD, v_SGD = layer_kv(index)
-            cache = (cpu_kernels.array(k_SGD), cpu_kernels.array(v_SGD))
-            cpu_kernels.decode_layer(
-                x, *weights, rotation, slots, cache, plan.contexts, plan.splits, limits, self._epsilon, num_threads
-            )
+            cache, blocks = (cpu_kernels.array(k_SGD), cpu_kernels.array(v_SGD)), _NO_BLOCKS
+            if not plan.is_decode_only:
+                blocks = (plan.blocks.seen(int(limits[2])), plan.blocks.tasks(self._num_heads, k_SGD.shape[1]))
+            rows = (contexts, splits, blocks)
+            cpu_kernels.decode_layer(x, *weights, rotation, slots, cache, *rows, limits, self._epsilon, num_threads)
         return x_TM

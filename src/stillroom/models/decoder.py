@@ -67,8 +67,9 @@ class Decoder:
         rope = local_rope = cos_sin(*self._rope, packed.positions_T, self.activation_dtype)
         if spec.local_rope is not None:
             local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
-        if self._decode_path is not None and observer is None and self._decode_path.supports(packed.plan):
-            return self._decode_path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]
+        path = self._decode_path if observer is None else None
+        if path is not None and path.supports(packed.plan, layer_kv(0)[0]):
+            return path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]
         if self._prefill_path is not None and self._prefill_path.supports(len(x_TM)):
             return self._prefill_path.run(x_TM, rope, packed, layer_kv, observer)
         last = len(self.weights.layers) - 1

@@ -16,7 +16,7 @@ from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import Floats
-from stillroom.ops.linear import is_float32_faster, min_rows_for_torch
+from stillroom.ops.linear import is_float32_faster, most_rows_of_kernel
 from stillroom.ops.row_kernels import rms_norm
 
 # T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
@@ -46,7 +46,7 @@ class PrefillPath:
 
     def supports(self, num_tokens: int) -> bool:
         """Whether there are enough rows for torch's products."""
-        return num_tokens >= min_rows_for_torch()
+        return num_tokens > most_rows_of_kernel()
 
     def run(
         self,

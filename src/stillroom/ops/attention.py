@@ -78,8 +78,15 @@ class AttentionPlan:
         return np.array([span.num_context_tokens for span in self._single], dtype=np.int64)
 
     @cached_property
-    def _blocks(self) -> block_attention.BlockPlan:
-        spans = self._multi_query
+    def _multi_query_blocks(self) -> block_attention.BlockPlan:
+        return self._blocks_of(self._multi_query)
+
+    @cached_property
+    def blocks(self) -> block_attention.BlockPlan:
+        """All spans, as the kernel for several queries reads them."""
+        return self._blocks_of(self.spans)
+
+    def _blocks_of(self, spans: Sequence[AttentionSpan]) -> block_attention.BlockPlan:
         ends_T = np.zeros(self.spans[-1].query_end, np.int64)
         for span in spans:
             num_queries = span.query_end - span.query_start
@@ -117,7 +124,7 @@ class AttentionPlan:
             return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
         if block_attention.has_kernel(q_THD, kv_SGD[0]):
             out_THD = torch.empty_like(q_THD)
-            self._blocks.attend(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0), out_THD)
+            self._multi_query_blocks.attend(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0), out_THD)
         else:
             out_THD = attend_spans(q_THD, kv_SGD, self._multi_query, scale, window, softcap)
         if self._single:

@@ -2,9 +2,6 @@
 torch's attention."""
 
 import functools
-import statistics
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,18 +11,23 @@ from numpy.typing import NDArray
 from stillroom.ops import cpu_kernels
 from stillroom.ops.cpu_attention import attend_blocks, split_queries
 from stillroom.ops.cpu_vectors import LANES
+from stillroom.ops.linear import ratio_of_times
 
 # T packed tokens, B spans, S slots, H query heads, G key/value heads, D head dimension
 
-_NUM_PAIRS = 9
 _TRIAL = (192, 6, 2, 64)
 """Queries, query heads, key/value heads and head dimension of the measurement."""
 
 
 def has_kernel(q_THD: torch.Tensor, k_SGD: torch.Tensor) -> bool:
     """Whether the kernel supports these queries and keys, and is faster than torch on this processor."""
-    is_bfloat16 = k_SGD.dtype == torch.bfloat16 and cpu_kernels.has_kernel(q_THD, k_SGD)
-    return is_bfloat16 and q_THD.shape[2] % LANES == 0 and k_SGD.is_contiguous() and is_faster_than_torch()
+    return cpu_kernels.has_kernel(q_THD, k_SGD) and is_supported(k_SGD)
+
+
+def is_supported(k_SGD: torch.Tensor) -> bool:
+    """Whether the kernel supports these keys, and is faster than torch on this processor."""
+    is_readable = k_SGD.device.type == "cpu" and k_SGD.dtype == torch.bfloat16 and k_SGD.is_contiguous()
+    return is_readable and k_SGD.shape[2] % LANES == 0 and is_faster_than_torch()
 
 
 class BlockPlan:
@@ -43,8 +45,23 @@ class BlockPlan:
             contexts: slots of all contexts back to back, and their bounds [B + 1].
             ends_T: end of the part of its context that each packed query sees.
         """
-        self._queries, self._contexts, self._ends = queries, contexts, ends_T
+        self.contexts = contexts
+        self._queries, self._ends = queries, ends_T
         self._tasks: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._firsts: dict[int, NDArray[np.int64]] = {}
+
+    def seen(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first key and the end of the keys that each packed query sees; a window of 0 is none."""
+        if window not in self._firsts:
+            self._firsts[window] = np.maximum(0, self._ends - window) if window else np.zeros_like(self._ends)
+        return self._firsts[window], self._ends
+
+    def tasks(self, num_heads: int, num_kv_heads: int) -> NDArray[np.int64]:
+        """Return `split_queries` for a model of so many query and key/value heads."""
+        shape = (num_heads // num_kv_heads, num_kv_heads)
+        if shape not in self._tasks:
+            self._tasks[shape] = split_queries(self._queries, *shape)
+        return self._tasks[shape]
 
     def attend(
         self,
@@ -55,18 +72,13 @@ class BlockPlan:
     ) -> None:
         """Write the spans' rows of the attention output; `limits` are scale, soft cap or 0, and window or 0."""
         scale, cap, window = limits
-        num_heads, num_kv_heads = q_THD.shape[1], kv_SGD[0].shape[1]
-        shape = (num_heads // num_kv_heads, num_kv_heads)
-        if shape not in self._tasks:
-            self._tasks[shape] = split_queries(self._queries, *shape)
-        firsts = np.maximum(0, self._ends - window) if window else np.zeros_like(self._ends)
         cache = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
         attend_blocks(
             q_THD.contiguous().numpy(),
             cache,
-            self._contexts,
-            (firsts, self._ends),
-            self._tasks[shape],
+            self.contexts,
+            self.seen(window),
+            self.tasks(q_THD.shape[1], kv_SGD[0].shape[1]),
             np.array([scale, cap], np.float32),
             out_THD.numpy(),
             cpu_kernels.use_threads(),
@@ -77,7 +89,7 @@ class BlockPlan:
 def is_faster_than_torch() -> bool:
     """Return whether the kernel computes a causal prefill faster than torch on this processor.
 
-    Measured once per process in about 50 ms: the median of pairs on one thread, as `linear.is_float32_faster`.
+    Measured once per process in about 50 ms.
     """
     num_tokens, num_heads, num_kv_heads, head_dim = _TRIAL
     generator = torch.Generator().manual_seed(0)
@@ -89,19 +101,8 @@ def is_faster_than_torch() -> bool:
     def blocks() -> None:
         plan.attend(q, (kv[0], kv[1]), (head_dim**-0.5, 0.0, 0), out)
 
-    def torchs() -> None:
+    def of_torch() -> None:
         heads = [x.float().transpose(0, 1)[None] for x in (q, kv[0], kv[1])]
         F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
 
-    def seconds(run: Callable[[], None]) -> float:
-        began = time.perf_counter()
-        run()
-        return time.perf_counter() - began
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        ratios = [seconds(blocks) / seconds(torchs) for _ in range(_NUM_PAIRS + 1)]
-    finally:
-        torch.set_num_threads(num_threads)
-    return statistics.median(ratios[1:]) <= 1.0  # the first pair selects kernels
+    return ratio_of_times(blocks, of_torch) <= 1.0

@@ -231,7 +231,7 @@ def attend_blocks(  # noqa: PLR0913  a kernel is one function
         contexts: slots of all contexts back to back, and their bounds [B + 1].
         seen: first key and end of the keys that each query sees, counted from its context's beginning, int64 [T].
         tasks: from `split_queries`.
-        limits: float32 (scale, soft cap or 0).
+        limits: float32 (scale, soft cap or 0, and what is not read).
     """
     slots, bounds = contexts
     num_heads, head_dim = q_THD.shape[1], q_THD.shape[2]

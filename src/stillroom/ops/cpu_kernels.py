@@ -15,7 +15,8 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_attention import attend_blocks, split_queries
-from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_bits, as_float, inlined, kernel, parallel_kernel
+from stillroom.ops.cpu_compiler import Bits, Floats, as_float, inlined, kernel, parallel_kernel
+from stillroom.ops.cpu_elements import read, write
 from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
 from stillroom.ops.cpu_vectors import LANES
 
@@ -71,47 +72,6 @@ def _exp(x: Any) -> Any:
     return p * as_float(np.uint32((np.int32(n) + _BIAS) << _MANTISSA))
 
 
-def _read(value: Any) -> Any:
-    """Return an element of a cache, float32 or the bits of a bfloat16, as float32."""
-    raise NotImplementedError  # implemented by the overload in compiled code
-
-
-@overload(_read)
-def _compiled_read(value: Any) -> Any:
-    if value == types.uint16:
-
-        def read_bfloat16(value: Any) -> Any:
-            return as_float(np.uint32(value) << SIXTEEN)
-
-        return read_bfloat16
-
-    def read(value: Any) -> Any:
-        return value
-
-    return read
-
-
-def _write(row: Any, index: Any, value: Any) -> Any:
-    """Store a float32 in a row of a cache; a bfloat16 is rounded to nearest, ties to even."""
-    raise NotImplementedError  # implemented by the overload in compiled code
-
-
-@overload(_write)
-def _compiled_write(row: Any, index: Any, value: Any) -> Any:
-    if row.dtype != types.uint16:
-
-        def write(row: Any, index: Any, value: Any) -> None:
-            row[index] = value
-
-        return write
-
-    def write_bfloat16(row: Any, index: Any, value: Any) -> None:
-        bits = as_bits(value)
-        row[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> SIXTEEN) & np.uint32(1))) >> SIXTEEN)
-
-    return write_bfloat16
-
-
 @parallel_kernel
 def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Any) -> None:
     """x / sqrt(mean(x^2) + epsilon) * weight, row by row; the output is float32 or bfloat16."""
@@ -123,7 +83,7 @@ def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Any) -> Non
             total += x[i] * x[i]
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
         for i in range(width):
-            _write(out, i, x[i] * scale * weight_M[i])
+            write(out, i, x[i] * scale * weight_M[i])
 
 
 @parallel_kernel
@@ -133,8 +93,8 @@ def silu_gate(gate_up: Any, out: Any) -> None:
     for row in numba.prange(num_rows):
         gate, up, result = gate_up[row, :width], gate_up[row, width:], out[row]
         for i in range(width):
-            g = _read(gate[i])
-            _write(result, i, g / (np.float32(1) + _exp(-g)) * _read(up[i]))
+            g = read(gate[i])
+            write(result, i, g / (np.float32(1) + _exp(-g)) * read(up[i]))
 
 
 @parallel_kernel
@@ -154,21 +114,21 @@ def rotate_and_store(
         for head in range(num_heads):
             x, out = qkv[row, head], q_THD[row, head]
             for i in range(half):
-                a, b = _read(x[i]), _read(x[i + half])
+                a, b = read(x[i]), read(x[i + half])
                 out[i], out[i + half] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
             for i in range(2 * half, head_dim):
-                out[i] = _read(x[i])
+                out[i] = read(x[i])
         for group in range(num_kv_heads):
             x, k = qkv[row, num_heads + group], k_SGD[slot, group]
             for i in range(half):
-                a, b = _read(x[i]), _read(x[i + half])
-                _write(k, i, a * cos[i] - b * sin[i])
-                _write(k, i + half, b * cos[i] + a * sin[i])
+                a, b = read(x[i]), read(x[i + half])
+                write(k, i, a * cos[i] - b * sin[i])
+                write(k, i + half, b * cos[i] + a * sin[i])
             for i in range(2 * half, head_dim):
-                _write(k, i, _read(x[i]))
+                write(k, i, read(x[i]))
             x, v = qkv[row, num_heads + num_kv_heads + group], v_SGD[slot, group]
             for i in range(head_dim):
-                _write(v, i, _read(x[i]))
+                write(v, i, read(x[i]))
 
 
 @parallel_kernel
@@ -179,7 +139,7 @@ def gather_wide(cache: Any, slots: Any, out_KGD: Floats) -> None:
         found, out = cache[slots[row]], out_KGD[row]
         for head in range(num_heads):
             for i in range(head_dim):
-                out[head, i] = _read(found[head, i])
+                out[head, i] = read(found[head, i])
 
 
 @inlined
@@ -195,9 +155,9 @@ def _rotate_row(  # noqa: PLR0913  inlined: there is no call
     for head in range(num_heads):
         x, out = k_from[layer, source_slots[row], head], k_to[layer, target_slots[row], head]
         for i in range(half):
-            a, b = _read(x[i]), _read(x[i + half])
-            _write(out, i, a * cos[i] - b * sin[i])
-            _write(out, i + half, b * cos[i] + a * sin[i])
+            a, b = read(x[i]), read(x[i + half])
+            write(out, i, a * cos[i] - b * sin[i])
+            write(out, i + half, b * cos[i] + a * sin[i])
         for i in range(2 * half, head_dim):
             out[i] = x[i]
         v, copied = v_from[layer, source_slots[row], head], v_to[layer, target_slots[row], head]
@@ -264,7 +224,7 @@ def attend_rows(  # noqa: C901  a kernel is one function
             slot = slots[at]
             for group in range(num_kv_heads):
                 for i in range(head_dim):
-                    row[i] = _read(k_SGD[slot, group, i])
+                    row[i] = read(k_SGD[slot, group, i])
                 for head in range(group * share, (group + 1) * share):
                     logit = np.float32(0)
                     for i in range(head_dim):
@@ -288,7 +248,7 @@ def attend_rows(  # noqa: C901  a kernel is one function
             slot = slots[at]
             for group in range(num_kv_heads):
                 for i in range(head_dim):
-                    row[i] = _read(v_SGD[slot, group, i])
+                    row[i] = read(v_SGD[slot, group, i])
                 for head in range(group * share, (group + 1) * share):
                     weight = weights[head, at - first]
                     for i in range(head_dim):
@@ -310,6 +270,35 @@ def attend_rows(  # noqa: C901  a kernel is one function
                 out_BHD[sequence, head, i] /= total
 
 
+def _attend(*arguments: Any) -> Any:
+    """`attend_rows`, or `attend_blocks` if there are tasks for it, which reads bfloat16 only."""
+    raise NotImplementedError  # implemented by the overload in compiled code
+
+
+@overload(_attend)
+def _compiled_attend(  # noqa: PLR0913  a kernel's call
+    q: Any, cache: Any, contexts: Any, splits: Any, blocks: Any, limits: Any, out: Any, num_threads: Any
+) -> Any:
+    if cache[0].dtype != types.uint16:
+
+        def attend_single(  # noqa: PLR0913
+            q: Any, cache: Any, contexts: Any, splits: Any, blocks: Any, limits: Any, out: Any, num_threads: Any
+        ) -> None:
+            attend_rows(q, cache, contexts, splits, limits, out)
+
+        return attend_single
+
+    def attend_either(  # noqa: PLR0913
+        q: Any, cache: Any, contexts: Any, splits: Any, blocks: Any, limits: Any, out: Any, num_threads: Any
+    ) -> None:
+        if len(blocks[1]) > 0:
+            attend_blocks(q, cache, contexts, blocks[0], blocks[1], limits, out, num_threads)
+        else:
+            attend_rows(q, cache, contexts, splits, limits, out)
+
+    return attend_either
+
+
 @kernel
 def decode_layer(  # noqa: PLR0913  a kernel is one function
     x_TM: Floats,
@@ -321,14 +310,16 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     cache: tuple[Bits, Bits],
     contexts: tuple[Any, Any],
     splits: tuple[Any, Any],
+    blocks: tuple[Any, Any],
     limits: Any,
     epsilon: float,
     num_threads: int,
 ) -> None:
-    """Compute a plain layer for single rows of sequences; `x_TM` is changed in place.
+    """Compute a plain layer for few rows; `x_TM` is changed in place.
 
     Runs the other kernels without Python in between. Matrices and biases: qkv, output, gate and up, down; other
-    arguments as for those kernels.
+    arguments as for those kernels. `blocks` are `seen` and `tasks` of `attend_blocks`; without tasks every row is a
+    sequence of its own, and `splits` are for `attend_rows`.
     """
     num_rows = x_TM.shape[0]
     num_kv_heads, head_dim = cache[0].shape[1], cache[0].shape[2]
@@ -339,7 +330,7 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     q_THD = np.empty((num_rows, num_heads, head_dim), np.float32)
     rotate_and_store(qkv.reshape((num_rows, num_heads + 2 * num_kv_heads, head_dim)), rotation, slots_T, cache, q_THD)
     out_THD = np.empty_like(q_THD)
-    attend_rows(q_THD, cache, contexts, splits, limits, out_THD)
+    _attend(q_THD, cache, contexts, splits, blocks, limits, out_THD, num_threads)
     x_TM += product(out_THD.reshape((num_rows, num_heads * head_dim)), matrices[1], biases[1], num_threads)
     rms_norm(x_TM, norms[1], epsilon, normed_TM)
     gate_up = product(normed_TM, matrices[2], biases[2], num_threads)
@@ -396,9 +387,9 @@ def compile_all() -> None:
         matrices = (matrix(3 * head_dim), matrix(head_dim), matrix(2 * head_dim), matrix(head_dim))
         cache = (kv, kv.copy())
         biases = (bias, bias, bias, bias)
-        decode_layer(
-            x, (norm, norm), matrices, biases, rotation, slots, cache, contexts, splits, limits, 1e-5, num_threads
-        )
+        blocks = ((slots, slots), np.zeros((0, 3), np.int64))
+        arguments = (rotation, slots, cache, contexts, splits, blocks, limits, 1e-5, num_threads)
+        decode_layer(x, (norm, norm), matrices, biases, *arguments)
     q, kv, places = np.zeros((1, 1, LANES), np.float32), np.zeros((1, 1, LANES), np.uint16), np.zeros(1, np.int64)
     seen, tasks = (places, places + 1), split_queries(np.array([[0, 1]]), 1, 1)
-    attend_blocks(q, (kv, kv.copy()), contexts, seen, tasks, limits[:2].copy(), q.copy(), num_threads)
+    attend_blocks(q, (kv, kv.copy()), contexts, seen, tasks, limits, q.copy(), num_threads)

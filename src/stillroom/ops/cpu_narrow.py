@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_bits, as_float, inlined, kernel, parallel_kernel
-from stillroom.ops.cpu_kernels import _read, _write
+from stillroom.ops.cpu_elements import read, write
 
 _ROUND_UP = np.uint32(0xFFFF)
 _SIGN = np.uint32(31)
@@ -64,10 +64,10 @@ def _turn_back(x: Any, cos: Any, sin: Any, row: Any) -> None:
     """Write a key to `row` as it was before its rotation."""
     half = len(cos)
     for i in range(half):
-        a, b = _read(x[i]), _read(x[i + half])
+        a, b = read(x[i]), read(x[i + half])
         row[i], row[i + half] = a * cos[i] + b * sin[i], b * cos[i] - a * sin[i]
     for i in range(2 * half, len(row)):
-        row[i] = _read(x[i])
+        row[i] = read(x[i])
 
 
 @parallel_kernel
@@ -102,7 +102,7 @@ def narrow_into(kv_2LTGD: Bits, rotation: tuple[Floats, Floats], parts: Any, gro
             for at in range(first, end):
                 low, high = np.float32(np.inf), np.float32(-np.inf)
                 for i in range(head_dim):
-                    row[i] = _read(kv_2LTGD[1, layer, at, head, i])
+                    row[i] = read(kv_2LTGD[1, layer, at, head, i])
                     low, high = min(low, row[i]), max(high, row[i])
                 step, low = _scale_of(low, high, num_bits)
                 v_steps[layer, at, head] = np.uint16(as_bits(step) >> SIXTEEN)
@@ -137,22 +137,22 @@ def _widen_group(  # noqa: PLR0913  inlined: there is no call
     row = np.empty(head_dim, np.float32)
     for head in range(num_heads):
         for i in range(head_dim):
-            steps[i], lows[i] = _read(k_steps[layer, group, head, i]), _read(k_lows[layer, group, head, i])
+            steps[i], lows[i] = read(k_steps[layer, group, head, i]), read(k_lows[layer, group, head, i])
         for at in range(group * group_size, min(num_tokens, (group + 1) * group_size)):
             cos, sin, out = rotation[0][own, at], rotation[1][own, at], targets[0][layer, slots[at], head]
             _widen_row(k_codes[layer, at, head], steps, lows, row, num_bits)
             for i in range(half):
-                _write(out, i, row[i] * cos[i] - row[i + half] * sin[i])
+                write(out, i, row[i] * cos[i] - row[i + half] * sin[i])
             for i in range(half):
-                _write(out, i + half, row[i + half] * cos[i] + row[i] * sin[i])
+                write(out, i + half, row[i + half] * cos[i] + row[i] * sin[i])
             for i in range(2 * half, head_dim):
-                _write(out, i, row[i])
+                write(out, i, row[i])
         for at in range(group * group_size, min(num_tokens, (group + 1) * group_size)):
             out = targets[1][layer, slots[at], head]
-            steps[:], lows[:] = _read(v_steps[layer, at, head]), _read(v_lows[layer, at, head])
+            steps[:], lows[:] = read(v_steps[layer, at, head]), read(v_lows[layer, at, head])
             _widen_row(v_codes[layer, at, head], steps, lows, row, num_bits)
             for i in range(head_dim):
-                _write(out, i, row[i])
+                write(out, i, row[i])
 
 
 @parallel_kernel

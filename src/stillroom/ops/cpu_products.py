@@ -1,8 +1,8 @@
 """Compiled products of a few rows with weights on a CPU, which read each weight once.
 
 They are bound by memory, which is read fastest in several distant streams: a thread reads parts of the matrix side by
-side, four for one row, two for four rows (missing rows are zeros, which costs less than a second read). References are
-in tests/ops/test_cpu_kernels.py.
+side, four for one row, two or four for four rows (missing rows are zeros, which costs less than a second read).
+References are in tests/ops/test_cpu_kernels.py.
 """
 
 from typing import Any
@@ -13,16 +13,52 @@ from numba import types
 from numba.extending import overload
 
 from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_float, inlined, parallel_kernel
+from stillroom.ops.cpu_elements import write
+from stillroom.ops.cpu_vectors import HAS_DOT, LANES, dot_rows
 
 # T tokens, R tokens padded with zeros to a multiple of four, N outputs, M inputs
 
 _HIGH = np.uint32(0xFFFF0000)
+_rows_4x4 = dot_rows(4, 4)
+
+
+@parallel_kernel
+def _dot_products(  # noqa: C901  a kernel is one function
+    x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int
+) -> None:
+    """As `linear_bfloat16`, of several rows that are rounded to bfloat16, as many rows are for torch's product."""
+    num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
+    num_padded = 4 * ((num_rows + 3) // 4)
+    x_RM = np.zeros((num_padded, 2 * num_pairs), np.uint16)
+    for row in range(num_rows):
+        for i in range(2 * num_pairs):
+            write(x_RM[row], i, x_TM[row, i])
+    part = (num_outputs + 3) // 4
+    for thread in numba.prange(num_threads):
+        at, x_at, y_at = np.empty(LANES, np.int64), np.empty(4, np.int64), np.empty(4, np.int64)
+        sums = np.empty(LANES, np.float32)
+        for place in range(LANES):
+            at[place] = place
+        for first in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            for stream in range(4):
+                y_at[stream] = min(first + stream * part, num_outputs - 1) * num_pairs
+            for row in range(0, num_padded, 4):
+                for i in range(4):
+                    x_at[i] = (row + i) * 2 * num_pairs
+                _rows_4x4(sums, at, x_RM, x_at, weight, y_at, num_pairs)
+                for i in range(min(4, num_rows - row)):
+                    for stream in range(4):
+                        # past the end, the last output is computed again
+                        out_TN[row + i, min(first + stream * part, num_outputs - 1)] = sums[4 * i + stream]
 
 
 @parallel_kernel
 def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:  # noqa: C901
     """x @ weight.T; weight [N, M / 2] holds two bfloat16 in each uint32."""
     num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
+    if HAS_DOT and num_rows > 1 and num_pairs % LANES == 0:
+        _dot_products(x_TM, weight, out_TN, num_threads)
+        return
     num_blocks = (num_rows + 3) // 4
     even, odd = np.zeros((4 * num_blocks, num_pairs), np.float32), np.zeros((4 * num_blocks, num_pairs), np.float32)
     for row in range(num_rows):

@@ -323,3 +323,78 @@ def dot_block(num_rows: int, num_columns: int) -> Any:
         return types.void(sums, size, size, x, x_at, size, y, size, size, types.boolean), emit
 
     return block
+
+
+def dot_rows(num_rows: int, num_outputs: int) -> Any:
+    """Make an intrinsic that multiplies bfloat16 rows with rows of a matrix: sixteen sums are kept in registers.
+
+    The intrinsic is `rows(sums, sums_at, x, x_at, y, y_at, num_pairs)`: for each row r and output n, the sum at the
+    flat index sums_at[r * num_outputs + n] is overwritten by the products of row r with row n of the matrix.
+
+    Args of the intrinsic:
+        sums, sums_at: float32; int64 [16].
+        x, x_at: uint16, whose 32-bit pairs are read; flat index of each row, int64 [num_rows].
+        y, y_at: uint32; flat index of each row of the matrix, int64 [num_outputs].
+        num_pairs: of a row; a multiple of 16.
+    """
+    assert num_rows * num_outputs == LANES
+
+    def emit(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, sums_at, x, x_at, y, y_at, num_pairs = arguments
+        array = signature.args
+
+        def number(array_type: Any, numbers: Any, place: int) -> Any:
+            return builder.load(_address(target, builder, array_type, numbers, ir.Constant(_I64, place), _I64))
+
+        def vectors(array_type: Any, values: Any, starts: list[Any], offset: Any) -> list[Any]:
+            places = [builder.add(start, offset) for start in starts]
+            pointers = [_address(target, builder, array_type, values, place, _INTS) for place in places]
+            return [builder.load(pointer, align=2) for pointer in pointers]
+
+        x_starts = [number(array[3], x_at, row) for row in range(num_rows)]
+        y_starts = [number(array[5], y_at, output) for output in range(num_outputs)]
+        entry, head, body, end = builder.block, *(builder.append_basic_block(name) for name in ("head", "body", "end"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        pair = builder.phi(_I64)
+        pair.add_incoming(ir.Constant(_I64, 0), entry)
+        totals = [builder.phi(_FLOATS) for _ in range(LANES)]
+        for total in totals:
+            total.add_incoming(_floats(0.0), entry)
+        builder.cbranch(builder.icmp_signed("<", pair, num_pairs), body, end)
+        builder.position_at_end(body)
+        weights = vectors(array[4], y, y_starts, pair)
+        rows = vectors(array[2], x, x_starts, builder.shl(pair, ir.Constant(_I64, 1)))
+        for place, total in enumerate(totals):
+            row, output = divmod(place, num_outputs)
+            total.add_incoming(_dot(builder, total, rows[row], weights[output]), builder.block)
+        pair.add_incoming(builder.add(pair, ir.Constant(_I64, LANES)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(end)
+        found = _sum_each(builder, totals)
+        for place in range(LANES):
+            pointer = _address(target, builder, array[0], sums, number(array[1], sums_at, place), _F32)
+            builder.store(builder.extract_element(found, ir.Constant(_I32, place)), pointer)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def rows(  # noqa: PLR0913  a kernel's call
+        _context: Any, sums: Any, sums_at: Any, x: Any, x_at: Any, y: Any, y_at: Any, num_pairs: Any
+    ) -> Any:
+        return types.void(sums, sums_at, x, x_at, y, y_at, types.intp), emit
+
+    return rows
+
+
+def _sum_each(builder: Any, vectors: list[Any]) -> Any:
+    """Return the sums of sixteen vectors, in one vector."""
+    size = LANES // 2
+    while (
+        len(vectors) > 1
+    ):  # the halves of each part of two vectors are added: half as many vectors of parts half as long
+        low = [lane for lane in range(2 * LANES) if lane % (2 * size) < size]
+        masks = [ir.Constant(_INTS, [ir.Constant(_I32, lane + shift) for lane in low]) for shift in (0, size)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
+        size //= 2
+    return vectors[0]

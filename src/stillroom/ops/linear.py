@@ -1,15 +1,14 @@
 """Matrix products with weights, each by the method that is fastest on this machine.
 
-On a CPU activations are float32 for weights of any dtype. Few rows (decoding) are bound by reading the weights and use
-`cpu_products`. Many rows (prefill) are bound by arithmetic and use the faster of bfloat16 products and float32 products
-of widened weights. Other devices use torch's `linear` in the weights' dtype.
+On a CPU activations are float32 for weights of any dtype. Few rows (decoding) use `cpu_products`. Many rows (prefill)
+use torch: the faster of bfloat16 products and float32 products of widened weights. Other devices use torch's `linear`
+in the weights' dtype.
 """
 
 import functools
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled
 # T tokens, M inputs, N outputs
 
 MAX_ROWS = 16
-"""Most rows for which `cpu_products` beats torch; measured on two processors with AVX-512."""
+"""Most rows for which `cpu_products` beats torch with float32 and int8 weights, on two processors with AVX-512. For
+bfloat16 weights it depends on the processor, so it is measured: `most_rows_of_kernel`."""
 
-MAX_WIDE_ROWS = 32
-"""The same for bfloat16 weights that torch would have to widen (docs/log.md)."""
+_NUMBERS_OF_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 _MAX_WIDENED = 1 << 23
 """Weights widened at a time, so that they are still in the processor's cache for the product."""
@@ -35,16 +34,6 @@ _MAX_ROUNDED = 1 << 18
 """Weights rounded to int8 at a time, which bounds the extra memory of loading."""
 
 _NUM_PAIRS = 15
-
-
-@functools.cache
-def min_rows_for_torch() -> int:
-    """Return the fewest rows for which torch's bfloat16 product beats `cpu_products`; fewer with AMX (docs/log.md)."""
-    try:
-        has_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        has_tiles = False
-    return 9 if has_tiles else MAX_ROWS + 1
 
 
 class Linear:
@@ -113,8 +102,7 @@ class Linear:
 
     def _most_rows(self, num_rows: int) -> int:
         """Return the most rows for `cpu_products`; measures the processor only if the result depends on it."""
-        is_wide = num_rows > MAX_ROWS and self.weight.dtype == torch.bfloat16 and is_float32_faster()
-        return MAX_WIDE_ROWS if is_wide else MAX_ROWS
+        return most_rows_of_kernel() if num_rows > 1 and self.weight.dtype == torch.bfloat16 else MAX_ROWS
 
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
@@ -137,22 +125,59 @@ class Linear:
 def is_float32_faster() -> bool:
     """Return whether this processor multiplies bfloat16 matrices faster after widening them to float32.
 
-    Measured once per process in about 100 ms, because processors with bfloat16 instructions differ. The median of pairs
-    on one thread: other work of the machine slows both measurements of a pair, and threads would wait for each other.
+    Measured once per process in about 100 ms, because processors with bfloat16 instructions differ.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((256, 512), generator=generator)
-    weight = torch.randn((1024, 512), generator=generator).to(torch.bfloat16)
+    x, weight = _trial(256)
+    return (
+        ratio_of_times(lambda: F.linear(x, weight.float()), lambda: F.linear(x.to(torch.bfloat16), weight).float())
+        <= 1.0
+    )
 
-    def seconds(*, widens: bool) -> float:
+
+@functools.cache
+def most_rows_of_kernel() -> int:
+    """Return the most rows for which `cpu_products` multiplies with bfloat16 weights faster than torch; 1 at least.
+
+    Measured once per process in about 100 ms.
+    """
+    most, is_wide = 1, is_float32_faster()
+    for num_rows in _NUMBERS_OF_ROWS:
+        x, weight = _trial(num_rows)
+        out, bits = np.empty((num_rows, len(weight)), np.float32), weight.view(torch.uint32).numpy()
+
+        def kernel(x: torch.Tensor = x, bits: Any = bits, out: Any = out) -> None:
+            linear_bfloat16(x.numpy(), bits, out, cpu_kernels.use_threads())
+
+        def of_torch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
+            F.linear(x, weight.float()) if is_wide else F.linear(x.to(torch.bfloat16), weight).float()
+
+        if ratio_of_times(kernel, of_torch) > 1.0:
+            break
+        most = num_rows
+    return most
+
+
+def _trial(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((1024, 512), generator=generator)
+    return torch.randn((num_rows, 512), generator=generator), weight.to(torch.bfloat16)
+
+
+def ratio_of_times(first: Callable[[], object], second: Callable[[], object]) -> float:
+    """Return how long the first takes, as a share of the second: the median of pairs on one thread.
+
+    Other work of the machine slows both measurements of a pair, and threads would wait for each other.
+    """
+
+    def seconds(run: Callable[[], object]) -> float:
         began = time.perf_counter()
-        F.linear(x, weight.float()) if widens else F.linear(x.to(torch.bfloat16), weight).float()
+        run()
         return time.perf_counter() - began
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ratios = [seconds(widens=True) / seconds(widens=False) for _ in range(_NUM_PAIRS + 1)]
+        ratios = [seconds(first) / seconds(second) for _ in range(_NUM_PAIRS + 1)]
     finally:
         torch.set_num_threads(num_threads)
-    return statistics.median(ratios[1:]) <= 1.0  # the first pair selects kernels
+    return statistics.median(ratios[1:])  # the first pair selects kernels
