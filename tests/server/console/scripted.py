@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page, Route
+    from playwright.sync_api import Locator, Page, Route
 
 DOCUMENT = "files/517e2f0c9a1b/keys.md"
 PARAGRAPHS = [
@@ -79,3 +79,13 @@ def serve_answer(page: "Page", text: str, **details: Any) -> None:
 
 def _event(delta: dict[str, str], finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}], **fields}
+
+
+def wait_for_text(locator: "Locator", text: str) -> None:
+    """Wait until an element says exactly this.
+
+    `page.wait_for_function` would evaluate a string in the page again and again, which the page's own policy forbids.
+    """
+    from playwright.sync_api import expect
+
+    expect(locator).to_have_text(text, timeout=20_000)

@@ -11,6 +11,7 @@ import pytest
 from stillroom.errors import QueueFullError
 from stillroom.server.auth.key_ring import KeyRing, edit_keys, new_key
 from stillroom.server.console.routes import SECURITY_HEADERS
+from tests.server.console.scripted import wait_for_text
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 
@@ -205,7 +206,7 @@ def test_conversation_continues_only_if_chosen(page: "Page", url: str) -> None:
     for number, question in enumerate(("first?", "second?", "third?")):
         ask(page, question)
         page.wait_for_selector("#ask-status >> text=Answer complete", state="attached")
-        page.wait_for_function("word => document.getElementById('answer').textContent === word", arg=question)
+        wait_for_text(page.locator("#answer"), question)
         await_answer(page)
         if number == 1:
             page.check("#follow")

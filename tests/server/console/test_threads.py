@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stillroom.retrieval.filters.language import parse_filter
-from tests.server.console.scripted import serve_answer
+from tests.server.console.scripted import serve_answer, wait_for_text
 from tests.server.fakes import FakeStillroom
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.browser
 def ask(page: "Page", question: str) -> None:
     page.fill("#question", question)
     page.press("#question", "Enter")
-    page.wait_for_function("text => document.querySelector('#thread-list a')?.textContent === text", arg=question)
+    wait_for_text(page.locator("#thread-list a").first, question)
 
 
 def titles(page: "Page") -> list[str]:
@@ -33,7 +33,7 @@ def test_conversations_are_restored_found_and_deleted(page: "Page", url: str, st
     page.wait_for_selector("#sources .source")
     assert page.inner_text("#asked") == page.inner_text("#answer") == "Who keeps the <b>wine</b>?"
     page.click("#thread-list >> text=Where are the keys?")
-    page.wait_for_function("document.getElementById('answer').textContent === 'Where are the keys?'")
+    wait_for_text(page.locator("#answer"), "Where are the keys?")
     assert titles(page) == ["Who keeps the <b>wine</b>?", "Where are the keys?"]
     assert len(stillroom.asked) == 2  # nothing was asked again
 
