@@ -70,12 +70,26 @@ def test_power_of_two_is_close_over_its_range(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(out, np.exp2(x.astype(np.float32).astype(np.float64)), rtol=4e-6)
 
 
+def test_power_of_two_has_a_twin_without_avx512(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.concatenate([rng.uniform(-126, 126, 12), [0, -1e30, np.nan, -126.5]]).astype(np.float32)
+    out, twin = np.empty(16, np.float32), np.empty(16, np.float32)
+    _power(x, out)
+    monkeypatch.setattr(cpu_vectors, "_HAS_SCALE", False)
+
+    @kernel
+    def power(x: Floats, out: Floats) -> None:
+        cpu_vectors.store(out, 0, cpu_vectors.power_of_two(cpu_vectors.load(x, 0)))
+
+    power(x, twin)
+    np.testing.assert_allclose(out, twin, rtol=1e-6, atol=2.0**-126)
+
+
 def test_power_of_two_is_exact_for_whole_numbers_and_tiny_far_below() -> None:
     x = np.array([0, 1, -1, 5, -126, -127, -1e30, -1e20] * 2, np.float32)
     out = np.empty(16, np.float32)
     _power(x, out)
     assert out[:5].tolist() == [1, 2, 0.5, 32, 2.0**-126]
-    assert set(out[5:8].tolist()) == {2.0**-126}
+    assert all(0 <= power <= 2.0**-126 for power in out[5:8].tolist())
 
 
 def test_pairs_are_rounded_to_nearest_even_as_torch_rounds(rng: np.random.Generator) -> None:

@@ -90,7 +90,7 @@ def _limit(logits: Floats, first_key: Any, bounds: Any, limits: Any) -> None:
             at = key * width + column
             x = load(logits, at)
             if cap > 0:  # cap * tanh(x / cap)
-                power = power_of_two(greater(splat(np.float32(-126)), multiply(x, splat(scale * 2 * _LOG2_E / cap))))
+                power = power_of_two(multiply(x, splat(scale * 2 * _LOG2_E / cap)))
                 share = divide(splat(np.float32(-2)), add(power, splat(np.float32(1))))
                 x = multiply(splat(cap * _LOG2_E), add(share, splat(np.float32(1))))
             store(logits, at, where_between(x, low, splat(np.float32(first_key + key)), high, unseen))
@@ -127,43 +127,50 @@ def _weigh(logits: Floats, factor: Any, highs: Floats, totals: Floats, weights: 
 
 
 @kernel
-def _attend_part(  # noqa: PLR0913, C901  a kernel is one function
-    q_QHD: Floats,
-    rows: Any,
+def _gather(
+    q_QHD: Floats, rows: Any, share: Any, seen: tuple[Any, Any], queries: Bits, bounds: tuple[Floats, Floats]
+) -> None:
+    """Write queries of `rows` as lanes, pairs of dimensions [D / 2, W], and the keys that each lane sees, [W] each."""
+    first, end, group = rows
+    num_pairs, width = queries.shape
+    low, high = bounds
+    low[:], high[:] = 0, 0
+    flat = np.zeros(2 * num_pairs * width, np.float32)
+    for query in range(first, end):
+        for head in range(share):
+            lane = (query - first) * share + head
+            low[lane], high[lane] = seen[0][query], seen[1][query]
+            for i in range(2 * num_pairs):
+                flat[i * width + lane] = q_QHD[query, group * share + head, i]
+    for pair in range(num_pairs):
+        for column in range(0, width, LANES):
+            at = 2 * pair * width + column
+            store_pairs(queries, pair * width + column, load(flat, at), load(flat, at + width))
+
+
+@kernel
+def _attend_part(  # noqa: PLR0913  a kernel is one function
+    queries: Bits,
+    group: Any,
     cache: tuple[Bits, Bits],
     slots: Any,
-    seen: tuple[Any, Any],
+    bounds: tuple[Floats, Floats],
+    unmasked: Any,
     keys: Any,
     limits: Any,
     kept: tuple[Floats, Floats, Floats],
 ) -> None:
-    """Attend from queries of `rows` (first, end, key/value head) to the context's `keys` (first, end).
+    """Attend from queries [D / 2, W] of a key/value head to the context's `keys` (first, end).
 
     Args:
         slots: of the context.
-        seen: first key and end of the keys that each query sees, int64 [Q].
+        bounds: first key and end of the keys that each lane sees [W].
+        unmasked: first key and end of the keys that all of them see.
         kept: gets the highest power of two and the sum of weights of each lane [W], and the weighted sums [D, W].
     """
-    first, end, group = rows
     k_SGD, v_SGD = cache
     highs, totals, sums = kept
     num_kv_heads, (head_dim, width) = k_SGD.shape[1], sums.shape
-    share = q_QHD.shape[1] // num_kv_heads
-    queries = np.zeros((head_dim // 2, width), np.uint32)
-    low, high = np.zeros(width, np.float32), np.zeros(width, np.float32)
-    flat = np.zeros(head_dim * width, np.float32)
-    last_low, first_high = np.int64(0), seen[1][first]
-    for query in range(first, end):
-        last_low, first_high = max(last_low, seen[0][query]), min(first_high, seen[1][query])
-        for head in range(share):
-            lane = (query - first) * share + head
-            low[lane], high[lane] = seen[0][query], seen[1][query]
-            for i in range(head_dim):
-                flat[i * width + lane] = q_QHD[query, group * share + head, i]
-    for pair in range(head_dim // 2):
-        for column in range(0, width, LANES):
-            at = 2 * pair * width + column
-            store_pairs(queries, pair * width + column, load(flat, at), load(flat, at + width))
     highs[:], totals[:], sums[:] = _LOWEST, 0, 0
     logits, weights = np.zeros((BLOCK, width), np.float32), np.zeros((BLOCK // 2, width), np.uint32)
     values, at = np.zeros((BLOCK // 2, head_dim), np.uint32), np.zeros(_ROWS, np.int64)
@@ -171,8 +178,8 @@ def _attend_part(  # noqa: PLR0913, C901  a kernel is one function
         stop = min(start + BLOCK, keys[1])
         _score(k_SGD, slots[start:stop], group, queries, logits)
         factor = np.float32(1) if limits[1] > 0 else limits[0] * _LOG2_E
-        if limits[1] > 0 or start < last_low or start + BLOCK > first_high or stop < start + BLOCK:
-            _limit(logits, start, (low, high), limits)
+        if limits[1] > 0 or start < unmasked[0] or start + BLOCK > min(unmasked[1], stop):
+            _limit(logits, start, bounds, limits)
         _weigh(logits, factor, highs, totals, weights, sums)
         for pair in range(BLOCK // 2):
             even, odd = start + 2 * pair, start + 2 * pair + 1
@@ -209,8 +216,9 @@ def _finish(kept: Any, rows: Any, share: Any, out_QHD: Any) -> None:
     for query in range(first, end):
         for head in range(share):
             lane = (query - first) * share + head
+            scale = np.float32(1) / totals[lane]
             for i in range(sums.shape[0]):
-                out_QHD[query, group * share + head, i] = sums[i, lane] / totals[lane]
+                out_QHD[query, group * share + head, i] = sums[i, lane] * scale
 
 
 @parallel_kernel
@@ -246,15 +254,22 @@ def attend_blocks(  # noqa: PLR0913  a kernel is one function
             rows = (first, end, number % num_kv_heads)
             width = LANES * ((((end - first) * share) + LANES - 1) // LANES)
             context = slots[bounds[span] : bounds[span + 1]]
-            low, high = seen[0][first], seen[1][first]
+            low, high, last_low, first_high = seen[0][first], seen[1][first], seen[0][first], seen[1][first]
             for query in range(first, end):
                 low, high = min(low, seen[0][query]), max(high, seen[1][query])
+                last_low, first_high = max(last_low, seen[0][query]), min(first_high, seen[1][query])
+            unmasked = (last_low, first_high)
+            queries = np.empty((head_dim // 2, width), np.uint32)
+            sees = (np.empty(width, np.float32), np.empty(width, np.float32))
+            _gather(q_THD, rows, share, seen, queries, sees)
             kept = (np.empty(width, np.float32), np.empty(width, np.float32), np.empty((head_dim, width), np.float32))
             part = (np.empty(width, np.float32), np.empty(width, np.float32), np.empty((head_dim, width), np.float32))
             start = low // PART * PART
-            _attend_part(q_THD, rows, cache, context, seen, (start, min(high, start + PART)), limits, kept)
+            keys = (start, min(high, start + PART))
+            _attend_part(queries, rows[2], cache, context, sees, unmasked, keys, limits, kept)
             for start in range(low // PART * PART + PART, high, PART):
-                _attend_part(q_THD, rows, cache, context, seen, (start, min(high, start + PART)), limits, part)
+                keys = (start, min(high, start + PART))
+                _attend_part(queries, rows[2], cache, context, sees, unmasked, keys, limits, part)
                 _merge(kept, part)
             _finish(kept, rows, share, out_THD)
 
