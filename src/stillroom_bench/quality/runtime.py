@@ -1,4 +1,4 @@
-"""`stillroom bench runtime`: the decoder against transformers, llama.cpp and vLLM on random weights of one shape.
+"""`stillroom bench runtime`: the decoder against transformers, llama.cpp, vLLM and OpenVINO, on random weights.
 
 Each runtime is a separate process (`runtime_worker.py`). Runtimes take turns with the same prompts, which are new
 random tokens each time, so that no prefix cache helps. Speed does not depend on the weights' values, which are random.
@@ -26,7 +26,7 @@ from stillroom_bench.quality.runtime_worker import MAX_TOKENS
 
 OURS = "stillroom"
 INT8 = "stillroom int8"
-PEERS = (INT8, "transformers", "llama.cpp", "vllm")
+PEERS = (INT8, "transformers", "llama.cpp", "vllm", "openvino")
 DTYPES = ("bfloat16", "float32")
 
 _WORKER = Path(__file__).parent / "runtime_worker.py"

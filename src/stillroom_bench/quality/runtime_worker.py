@@ -172,6 +172,49 @@ class LlamaCppRuntime:
         return int(self.numpy.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
 
+class OpenVinoRuntime:
+    """OpenVINO GenAI's pipeline with continuous batching, on a copy of the checkpoint that optimum-intel exports."""
+
+    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self.numpy, self.openvino, self.genai = numpy, openvino, openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = 2  # GiB of KV
+        scheduler.max_num_batched_tokens = MAX_TOKENS
+        scheduler.enable_prefix_caching = False
+        precision = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+        settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": num_threads}
+        path = str(write_openvino(folder, dtype))
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", settings)
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        settings = self.genai.GenerationConfig()
+        settings.min_new_tokens = settings.max_new_tokens = num_tokens
+        settings.ignore_eos, settings.do_sample = True, False
+        inputs = [self.openvino.Tensor(self.numpy.array([prompt], self.numpy.int64)) for prompt in prompts]
+        began = time.perf_counter()
+        outputs = self.pipeline.generate(inputs, [settings] * len(inputs))
+        seconds = time.perf_counter() - began
+        assert all(len(output.m_generation_ids[0]) == num_tokens for output in outputs)
+        return seconds
+
+
+def write_openvino(folder: Path, dtype: str) -> Path:
+    """Write the checkpoint as OpenVINO's model without a tokenizer into its folder, unless it exists."""
+    path = folder / f"openvino-{dtype}"
+    if not path.exists():
+        from optimum.intel import OVModelForCausalLM
+
+        temporary = path.with_suffix(".tmp")
+        model = OVModelForCausalLM.from_pretrained(folder, export=True, compile=False, load_in_8bit=False)
+        model.save_pretrained(temporary)
+        temporary.rename(path)
+    return path
+
+
 def write_gguf(folder: Path, dtype: str) -> Path:
     """Write the checkpoint's weights as GGUF without a vocabulary into its folder, unless the file exists."""
     path = folder / f"model-{dtype}.gguf"
@@ -189,6 +232,7 @@ RUNTIMES: dict[str, Callable[[Path, str, int], MeasuredRuntime]] = {
     "transformers": Transformers,
     "vllm": VllmRuntime,
     "llama.cpp": LlamaCppRuntime,
+    "openvino": OpenVinoRuntime,
 }
 
 
