@@ -12,7 +12,8 @@ import typer
 from stillroom.cli.console import line, note, print_json
 from stillroom.cli.options import expanded
 from stillroom.errors import UsageError
-from stillroom_bench.instrument.noise import CpuTimes, noise_note
+from stillroom.telemetry.cpu_times import CpuTimes
+from stillroom_bench.instrument.noise import noise_note
 
 if TYPE_CHECKING:
     from stillroom_bench.instrument.bench_report import BenchResult
