@@ -1,13 +1,16 @@
 """Chooses the number of compute threads by measurement, because it depends on the machine's other load.
 
 Threads wait for each other after every kernel. On an idle machine all cores are fastest; on a busy one, a descheduled
-thread delays all others, and fewer threads are much faster (docs/log.md).
+thread delays all others, and fewer threads are much faster (docs/log.md). While serving, `thread_control` follows the
+load.
 """
 
 import logging
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,14 +29,54 @@ def tune_threads(target: "CalibrationTarget") -> int:
 
     Does nothing if `OMP_NUM_THREADS` is set, or the device is not a CPU.
     """
-    most = torch.get_num_threads()
-    if target.device.k_LSGD.device.type != "cpu" or most == 1 or "OMP_NUM_THREADS" in os.environ:
-        return most
-    chosen = choose(candidates(most), lambda count: _seconds(target, count))
+    if not is_free_to_choose(0, target.device.k_LSGD.device):
+        return torch.get_num_threads()
+    most = most_threads()
+    chosen = 1 if most == 1 else choose(candidates(most), lambda count: _seconds(target, count))
     torch.set_num_threads(chosen)
     if chosen != most:
         logger.info("computing with %d of %d threads, the fastest under the machine's present load", chosen, most)
     return chosen
+
+
+def is_free_to_choose(num_threads: int, device: torch.device) -> bool:
+    """Whether the number is Stillroom's to choose: on a CPU, if neither the setting nor `OMP_NUM_THREADS` fixes it.
+
+    Args:
+        num_threads: `runtime.num_threads`.
+    """
+    return device.type == "cpu" and not num_threads and "OMP_NUM_THREADS" not in os.environ
+
+
+def most_threads() -> int:
+    """torch's number of threads, which respects the CPU affinity, but at most the cgroup's quota, rounded up."""
+    return max(1, math.ceil(min(torch.get_num_threads(), cgroup_cpus())))
+
+
+def cgroup_cpus(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the lowest CPU quota of this process's cgroup (v1 or v2) and those above it; infinity without a quota."""
+    found = [math.inf]
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            of_version = root / "cpu" if controllers else root
+            own = PurePosixPath(path.lstrip("/"))
+            found += [_quota(of_version / one) for one in (own, *own.parents)]
+    return min(found)
+
+
+def _quota(folder: Path) -> float:
+    """Quota of one cgroup, in CPUs."""
+    with suppress(OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:  # -1: no quota
+            return int(quota) / int(period)
+    return math.inf
 
 
 def candidates(most: int) -> list[int]:

@@ -1,7 +1,6 @@
 """`ReaderBackend`: answers by quoting the sentence that answers the question, and loads the reader that finds it."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.conversation import NO_HISTORY, History
-from stillroom.backends.num_threads import candidates
+from stillroom.backends.num_threads import candidates, is_free_to_choose, most_threads
 from stillroom.backends.num_threads import choose as choose_count
 from stillroom.backends.reader.choose import ScoreScale, choose
 from stillroom.config.settings import RuntimeConfig, StillroomConfig
@@ -202,12 +201,10 @@ def _loaded(runtime: RuntimeConfig, folder: Path, device: torch.device) -> tuple
     if runtime.dtype != "auto":
         dtype = getattr(torch, runtime.dtype)
     reader = load_reader(folder, locate_model(PACKAGED_MODEL), dtype, device)
-    most = torch.get_num_threads()
-    if runtime.num_threads:
-        return reader, runtime.num_threads
-    if device.type != "cpu" or most == 1 or "OMP_NUM_THREADS" in os.environ:
-        return reader, most
-    return reader, choose_count(candidates(most), lambda count: _seconds(reader, count))
+    if not is_free_to_choose(runtime.num_threads, device):
+        return reader, runtime.num_threads or torch.get_num_threads()
+    most = most_threads()
+    return reader, 1 if most == 1 else choose_count(candidates(most), lambda count: _seconds(reader, count))
 
 
 def _seconds(reader: Reader, num_threads: int) -> list[float]:
