@@ -11,7 +11,7 @@ from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
-from stillroom.engine import recovery
+from stillroom.engine import async_engine, recovery
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.backlog import Backlog
 from stillroom.engine.events import TokenEvent
@@ -428,3 +428,24 @@ def test_full_step_ends_the_batch_delay() -> None:
         assert read_all(events)[-1].finish_reason is FinishReason.ABORTED
         engine.submit(ask("late", deadline=inner.clock.monotonic()), events.put)
         assert isinstance(read_all(events)[-1].error, DeadlineExceededError)
+
+
+def test_before_step_runs_in_the_engine_thread_between_steps_and_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_engine, "_IDLE_SECONDS", 0.001)
+    inner = modelled_engine()
+    threads: set[str] = set()
+    calls: list[int] = []
+
+    def before_step() -> None:
+        threads.add(threading.current_thread().name)
+        calls.append(inner.scheduler.num_running)
+        raise RuntimeError("the engine goes on")
+
+    with AsyncEngine(inner, before_step=before_step) as engine:
+        until(lambda: len(calls) > 3)
+        idle = len(calls)
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        engine.submit(ask("r", max_tokens=5), events.put)
+        assert len([event for event in read_all(events) if event.token_id is not None]) == 5
+        assert calls[idle:].count(1) >= 4, "the request runs, from its second step on"
+    assert threads == {"stillroom-engine"}

@@ -192,7 +192,7 @@ def test_no_speculation_while_other_prompts_are_pending(
             return Load(num_waiting, num_prefilling, num_prefilling=num_prefilling)
 
     one = fixture.backend
-    busy = Busy(one.model, one.engine, one.cache, one.prompts, one.constraints)
+    busy = Busy(one.model, one.engine, one.cache, one.prompts, one.constraints, one.threads)
     fixture.script.lists = [[2, 1], [2, 1]]
     speculator = Speculator(busy, SpeculationConfig(mode="on"), SystemClock(), fixture.metrics)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.base import Load, PreparedPrompt
@@ -15,6 +14,7 @@ from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.document_windows import DocumentWindows
 from stillroom.backends.engine_building import build_engine, load_configured
 from stillroom.backends.prompt_builder import PromptBuilder, ask_for_citations, format_for, raw_tokens
+from stillroom.backends.thread_control import BeforeLoading, ThreadControl
 from stillroom.config.settings import PrepareConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -48,6 +48,7 @@ class LocalBackend:
     cache: KVCache
     prompts: PromptBuilder
     constraints: JsonConstraints
+    threads: ThreadControl
     salt: str = ""
     """Cache salt of all requests: KV is not shared between salts."""
     owns_engine: bool = True
@@ -170,6 +171,7 @@ class LocalBackend:
             **self.cache.readings(),
             catalogue.DEVICE_LOSSES: self.engine.num_device_losses,
             catalogue.FAILED_STEPS: self.engine.num_failed_steps,
+            catalogue.COMPUTE_THREADS: self.threads.count,
         }
 
     def _prepared(
@@ -226,10 +228,10 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
         ConfigError: the device does not exist, or the KV budget is too small for the model or too large for the
             device.
     """
-    model, prompts, engine, cache, num_threads = run_in_short_lived_thread(lambda: _built(config, clock, kb_folder))
+    model, prompts, engine, cache, threads = run_in_short_lived_thread(lambda: _built(config, clock, kb_folder))
     constraints = JsonConstraints(model.tokenizer, model.decoder.spec.vocab_size, model.stop_token_ids)
-    running = AsyncEngine(engine, config.runtime.max_waiting)
-    running.run(lambda _: torch.set_num_threads(num_threads))  # torch keeps this setting per thread
+    running = AsyncEngine(engine, config.runtime.max_waiting, threads.adjust if threads.is_adaptive else None)
+    running.run(lambda _: threads.apply())  # torch keeps this setting per thread
     knows_all = max(model.tokenizer.hf_tokenizer.get_vocab().values()) < model.decoder.spec.vocab_size
     return LocalBackend(
         model,
@@ -237,6 +239,7 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
         cache,
         prompts,
         constraints,
+        threads,
         knows_all_tokens=knows_all,
         asks_for_citations=config.generation.ask_for_citations,
         prepare=config.prepare,
@@ -245,8 +248,9 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
 
 def _built(
     config: StillroomConfig, clock: Clock, kb_folder: Path | None
-) -> tuple[LoadedModel, PromptBuilder, Engine, KVCache, int]:
-    """Model, its prompts, engine, cache and the number of threads to compute with."""
+) -> tuple[LoadedModel, PromptBuilder, Engine, KVCache, ThreadControl]:
+    """Model, its prompts, engine, cache and the control of its threads."""
+    before = BeforeLoading.now(clock)
     model = load_configured(config.runtime)
     prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer), config.generation.chunk_order)
     engine, cache = build_engine(
@@ -260,4 +264,4 @@ def _built(
         prepare=config.prepare,
         document_prompt=prompts.build_documents,
     )
-    return model, prompts, engine, cache, torch.get_num_threads()
+    return model, prompts, engine, cache, before.control(config.runtime, clock, model.decoder.device)

@@ -48,8 +48,8 @@ class RuntimeConfig:
     """Memory for KV blocks on the device, of running requests and kept KV. On a CPU, pages that were never written cost
     nothing."""
     num_threads: Annotated[int, Range(0, 1024)] = 0
-    """CPU threads for computing. 0: the fastest number, measured when the model is loaded; next to busy processes it
-    can be below the number of cores. `OMP_NUM_THREADS` is respected."""
+    """CPU threads for computing. 0: the fastest number, measured when the model is loaded; of a decoder it falls while
+    other processes use the cores, and rises again (docs/runtime.md). `OMP_NUM_THREADS` fixes the number too."""
     max_num_seqs: int = 32
     """Most requests that run at the same time; others wait."""
     scheduling: SchedulingPolicy = "first_come"

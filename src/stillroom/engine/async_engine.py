@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
@@ -21,16 +22,21 @@ from stillroom.errors import EngineClosedError, EngineError
 
 logger = logging.getLogger(__name__)
 
+_IDLE_SECONDS = 1.0
+"""Time between two calls of `before_step` while the engine is idle."""
+
 
 class AsyncEngine:
     """A running engine. Close it, or use it as a context manager."""
 
-    def __init__(self, engine: Engine, max_waiting: int = 0) -> None:
+    def __init__(self, engine: Engine, max_waiting: int = 0, before_step: Callable[[], object] | None = None) -> None:
         """
         Args:
             max_waiting: requests that may wait; 0 is no limit.
+            before_step: called in the engine's thread before each step, and every second while the engine is idle.
         """
         self._engine = engine
+        self._before_step = before_step
         self._backlog = Backlog(max_waiting)
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         engine.should_stop = lambda: not self._commands.empty()
@@ -191,6 +197,7 @@ class AsyncEngine:
 
     def _serve(self) -> None:
         while self._take_commands():
+            self._carry_out(self._before_step)
             try:
                 events = self._engine.step()
             except BaseException as error:  # every listener must get a last event
@@ -213,7 +220,7 @@ class AsyncEngine:
             try:
                 is_idle = not self._engine.has_work
                 may_wait = not self._do_idle_work() if is_idle else pause > 0
-                command = self._commands.get(may_wait, self._engine.retry_in if is_idle else pause)
+                command = self._next_command(may_wait, self._engine.retry_in if is_idle else pause)
             except queue.Empty:
                 if is_idle:
                     continue
@@ -222,6 +229,22 @@ class AsyncEngine:
                 return False
             self._carry_out(command)
             pause = 0.0  # the command may have filled the batch
+
+    def _next_command(self, may_wait: bool, seconds: float | None) -> Callable[[], object] | None:
+        """Return the next command, calling `before_step` every second while it waits.
+
+        Args:
+            seconds: longest wait; None is no limit.
+
+        Raises:
+            queue.Empty: there is none.
+        """
+        while may_wait and self._before_step is not None and (seconds is None or seconds > _IDLE_SECONDS):
+            with suppress(queue.Empty):
+                return self._commands.get(True, _IDLE_SECONDS)
+            self._carry_out(self._before_step)
+            seconds = None if seconds is None else seconds - _IDLE_SECONDS
+        return self._commands.get(may_wait, seconds)
 
     def _carry_out(self, command: Callable[[], object] | None) -> None:
         if command is None:

@@ -214,6 +214,11 @@ DEVICE_LOSSES = MetricSpec("stillroom_device_losses_total", "counter", "Losses o
 FAILED_STEPS = MetricSpec(
     "stillroom_failed_steps_total", "counter", "Steps of the engine that failed, device losses excluded."
 )
+COMPUTE_THREADS = MetricSpec(
+    "stillroom_compute_threads",
+    "gauge",
+    "CPU threads that compute now; fewer while other processes use the cores (docs/runtime.md).",
+)
 
 # Index and documents
 
