@@ -64,6 +64,17 @@ RUNTIME_HELP = help_text(
     ),
 )
 
+NEIGHBOURS_HELP = help_text(
+    "Measure the time to the first token beside processes that keep every core busy.",
+    "The same prompts run alone and beside the processes, with a fixed number of threads and with the number that "
+    "follows the load, in turn. Also measured: the seconds until the processes are noticed, and until all threads are "
+    "used again. How to read it: docs/runtime.md.",
+    examples=(
+        "stillroom bench neighbours",
+        "stillroom bench neighbours --length 512 --requests 3 --processes 1 --output neighbours.json",
+    ),
+)
+
 FIXED_SHAPES_HELP = help_text(
     "Measure runtime.fixed_shapes: how many answers exact prefix reuse changes, and the time to first token.",
     "The same questions over random documents run one at a time, with and without reuse, with and without fixed "
@@ -158,6 +169,7 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, "filters", options.FilterOptions, _filters, FILTERS_HELP, ["config"])
     add_command(app, "questions", options.QuestionOptions, _questions, QUESTIONS_HELP)
     add_command(app, "runtime", options.RuntimeOptions, _runtime, RUNTIME_HELP, ["config"])
+    add_command(app, "neighbours", options.NeighboursOptions, _neighbours, NEIGHBOURS_HELP, ["config"])
     add_command(
         app,
         "fixed-shapes",
@@ -204,6 +216,12 @@ def _runtime(chosen: options.RuntimeOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.runtime import run_runtime
 
     return run_runtime(chosen, call.work_dir, on_progress=call.say)
+
+
+def _neighbours(chosen: options.NeighboursOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.neighbours import run_neighbours
+
+    return run_neighbours(chosen, call.work_dir, on_progress=call.say)
 
 
 def _fixed_shapes(chosen: options.FixedShapesOptions, call: Call) -> "BenchResult":

@@ -10,6 +10,7 @@ from stillroom_bench.instrument.option_flags import (
     REQUIRED,
     datasets_flag,
     flag,
+    model_flag,
     named_pythons,
     peers_flag,
     repeat_flag,
@@ -77,6 +78,18 @@ class RuntimeOptions:
     def __post_init__(self) -> None:
         """Check the options; raises UsageError if a peer has no Python."""
         named_pythons(self.peers)
+
+
+@dataclass(frozen=True, slots=True)
+class NeighboursOptions:
+    """Options of `stillroom bench neighbours`."""
+
+    model: Path | None = model_flag()
+    length: int = flag(64, "Tokens of a prompt.", min=1)
+    num_requests: int = flag(5, "Prompts per run, one after the other.", "--requests", min=1)
+    num_processes: int = flag(0, "Processes that spin; 0: as many as CPUs.", "--processes", min=0)
+    repeat: int = repeat_flag(7)
+    seed: int = seed_flag()
 
 
 @dataclass(frozen=True, slots=True)
