@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stillroom.backends.assembly import kv_shape
-from stillroom.config.settings import Dtype
+from stillroom.config.settings import Dtype, Weights
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
@@ -27,9 +27,11 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"stillroom.{module}.is_float32_faster", lambda: False)
 
 
-def load(folder: Path, kind: str = "Llama", dtype: Dtype = "bfloat16", **settings: Any) -> Decoder:
+def load(
+    folder: Path, kind: str = "Llama", dtype: Dtype = "bfloat16", weights: Weights = "checkpoint", **settings: Any
+) -> Decoder:
     random_checkpoint(folder, kind, **settings)
-    return load_decoder(folder, device="cpu", dtype=dtype)
+    return load_decoder(folder, device="cpu", dtype=dtype, weights=weights)
 
 
 def packed(wanted: list[int]) -> PackedInput:
@@ -56,6 +58,21 @@ def run(decoder: Decoder, wanted: list[int]) -> tuple[torch.Tensor, DeviceStore]
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare with tolerance for sums in another order, some of which round to the next bfloat16."""
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("int8", 2e-2), ("w8a8", 5e-2)])
+def test_prefill_path_equals_the_general_path_with_weights_in_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights, tolerance: float
+) -> None:
+    monkeypatch.setattr("stillroom.ops.linear.most_rows_of_int8_kernel", lambda rounds_inputs: 8)
+    monkeypatch.setattr("stillroom.ops.linear.is_int8_faster", lambda: True)
+    decoder = load(tmp_path, weights=weights)
+    assert decoder._prefill_path is not None
+    hidden, store = run(decoder, [19, 28, 29])
+    monkeypatch.setattr(decoder, "_prefill_path", None)
+    expected, expected_store = run(decoder, [19, 28, 29])
+    for found, other in ((hidden, expected), (store.k_LSGD, expected_store.k_LSGD)):  # a number may round elsewhere
+        assert (found.float() - other.float()).norm() <= tolerance * other.float().norm()
 
 
 @pytest.mark.parametrize("wanted", [[19, 28, 29], [28], [], list(range(30))])

@@ -109,6 +109,62 @@ def test_int8_products_are_those_of_the_rounded_weights(
     torch.testing.assert_close(linear(x).double(), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("is_float32_faster", [False, True])
+def test_many_inputs_of_int8_weights_are_rounded_as_those_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, is_float32_faster: bool
+) -> None:
+    monkeypatch.setattr(linear_module, "is_float32_faster", lambda: is_float32_faster)
+    weight, x = drawn(301, 48).bfloat16(), drawn(40, 48, seed=1)
+    linear = Linear.int8([weight])
+    assert linear.scale is not None
+    expected = x @ (linear.weight.float() * linear.scale[:, None]).T
+    atol, rtol = (1e-4, 1e-4) if is_float32_faster else (0.1, 1e-2)
+    torch.testing.assert_close(linear._many_rows(x, torch.float32), expected, atol=atol, rtol=rtol)
+    torch.testing.assert_close(
+        linear._many_rows(x.bfloat16(), torch.bfloat16), expected.bfloat16(), atol=0.2, rtol=2e-2
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_rounded_inputs_are_exact_products_of_the_rounded_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(linear_module, "is_int8_faster", lambda: True)
+    weight, x = drawn(33, 1536), drawn(20, 1536, seed=1).to(dtype)
+    x[3], weight[5] = 127.0, -127.0  # the largest sums
+    x[4] = 0.0
+    linear = Linear.int8([weight], rounds_inputs=True)
+    assert linear.scale is not None
+    step = x.float().abs().amax(1, keepdim=True) / 127
+    rounded = torch.where(step > 0, torch.round(x.float() / step), 0.0)
+    exact = (rounded.double() @ linear.weight.double().T) * step.double() * linear.scale.double()
+    found = linear._many_rows(x, torch.float32).double()
+    torch.testing.assert_close(found, exact, atol=1e-4 + 2 * float(step.max() * linear.scale.max()) * 127, rtol=1e-4)
+    assert found[4].abs().max() == 0 and found[3, 5] == exact[3, 5]
+
+
+@pytest.mark.skipif(not cpu_products.can_multiply_bytes(64), reason="the processor does not multiply bytes")
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_threads"), [(2, 1, 1), (5, 7, 2), (16, 301, 2)])
+def test_few_rows_of_bytes_give_the_products_of_many(num_rows: int, num_outputs: int, num_threads: int) -> None:
+    weight, x = drawn(num_outputs, 128), drawn(num_rows, 128, seed=1)
+    x[0], weight[0], x[1] = 3.0, -127.0, 0.0  # the largest sums, and none
+    linear = Linear.int8([weight], rounds_inputs=True)
+    assert linear.kernel_arrays is not None
+    (rounded, scale, sums), _ = linear.kernel_arrays
+    out = torch.empty(num_rows, num_outputs)
+    cpu_kernels.use_threads()
+    cpu_products.linear_bytes(x.numpy(), rounded, scale, sums, out.numpy(), num_threads)
+    torch.testing.assert_close(out, linear._with_rounded_inputs(x, torch.float32), rtol=1e-6, atol=0)
+
+
+def test_a_row_with_a_number_that_is_not_finite_gives_nan_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "is_int8_faster", lambda: True)
+    x = drawn(20, 8)
+    x[1, 3], x[2, 0] = float("nan"), float("inf")
+    found = Linear.int8([drawn(6, 8, seed=1)], rounds_inputs=True)._many_rows(x, torch.float32)
+    assert found[1:3].isnan().all() and found[3:].isfinite().all() and found[0].isfinite().all()
+
+
 def test_rows_of_zeros_stay_zeros_in_int8() -> None:
     assert Linear.int8([torch.zeros(3, 4)])(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
 

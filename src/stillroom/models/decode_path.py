@@ -17,7 +17,7 @@ from stillroom.models.weights import LayerWeights
 from stillroom.ops import block_attention, cpu_kernels
 from stillroom.ops.attention import AttentionPlan
 from stillroom.ops.device_attention import DevicePlan
-from stillroom.ops.linear import MAX_ROWS, most_rows_of_kernel
+from stillroom.ops.linear import Linear
 
 _EMPTY = np.zeros(0, np.int64)
 _NO_SPLITS = (np.zeros((0, 2), np.int64), _EMPTY)
@@ -27,11 +27,15 @@ _NO_BLOCKS = ((_EMPTY, _EMPTY), np.zeros((0, 3), np.int64))
 class DecodePath:
     """The fast path of one decoder; `of` makes it where it applies."""
 
-    def __init__(self, spec: ModelSpec, layers: list[tuple[Any, Any, Any]]) -> None:
+    def __init__(self, spec: ModelSpec, layers: list[tuple[Any, Any, Any]], linear: Linear) -> None:
+        """
+        Args:
+            linear: one of the products, which tells from how many rows on others are faster.
+        """
         self._epsilon = spec.norm_eps
         self._layers = layers
         self._num_heads = spec.num_heads
-        self._is_bfloat16 = isinstance(layers[0][1][0], np.ndarray)  # other weights come with their scales
+        self._linear = linear
         self._limits = [
             np.array([spec.attention_scale, spec.attention_softcap or 0.0, window or 0], dtype=np.float32)
             for window in spec.windows
@@ -51,7 +55,7 @@ class DecodePath:
                 return None
             matrices, biases = zip(*(pair for pair in arrays if pair is not None), strict=True)
             found.append(((layer.attention_norm.numpy(), layer.mlp_norm.numpy()), matrices, biases))
-        return cls(spec, found)
+        return cls(spec, found, layers[0].qkv)
 
     def supports(self, plan: AttentionPlan | DevicePlan, cache: torch.Tensor) -> bool:
         """Whether a step has few rows, and the kernels can attend from them.
@@ -62,9 +66,10 @@ class DecodePath:
         if not isinstance(plan, AttentionPlan) or not plan.spans:
             return False
         num_rows = plan.spans[-1].query_end
-        if not plan.is_decode_only and not (self._is_bfloat16 and block_attention.is_supported(cache)):
+        is_bfloat16 = self._linear.weight.dtype == torch.bfloat16
+        if not plan.is_decode_only and not (is_bfloat16 and block_attention.is_supported(cache)):
             return False
-        return num_rows == 1 or num_rows <= (most_rows_of_kernel() if self._is_bfloat16 else MAX_ROWS)
+        return num_rows == 1 or num_rows <= self._linear.most_rows
 
     def run(
         self,

@@ -91,9 +91,9 @@ def load_decoder(
     spec = spec_from_config(config, max_model_len)
     target = torch_device(device)
     torch_dtype = _torch_dtype(config, dtype)
-    if weights == "int8" and target.type != "cpu":
-        raise ConfigError(f"runtime.weights = 'int8' runs on a CPU only, not on {target}; leave it out")
-    read = _Reader(WeightFiles(folder), target, torch_dtype, spec.has_offset_norms, weights == "int8")
+    if weights != "checkpoint" and target.type != "cpu":
+        raise ConfigError(f"runtime.weights = {weights!r} runs on a CPU only, not on {target}; leave it out")
+    read = _Reader(WeightFiles(folder), target, torch_dtype, spec.has_offset_norms, weights)
     return Decoder(spec, _load_weights(spec, read))
 
 
@@ -138,10 +138,11 @@ class _Reader:
     """
 
     def __init__(
-        self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool, is_int8: bool
+        self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool, weights: Weights
     ) -> None:
         self.files, self.device, self.dtype = files, device, dtype
-        self.has_offset_norms, self.is_int8 = has_offset_norms, is_int8
+        self.has_offset_norms, self.is_int8 = has_offset_norms, weights != "checkpoint"
+        self.rounds_inputs = weights == "w8a8"
 
     def __call__(self, name: str, *shape: int, is_copied: bool = False) -> torch.Tensor:
         """
@@ -188,7 +189,7 @@ class _Reader:
         parts = [self(f"{name}weight", height, width, is_copied=is_copied) for name, height in sizes]
         bias = torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None
         if self.is_int8:
-            return Linear.int8(parts, bias)
+            return Linear.int8(parts, bias, rounds_inputs=self.rounds_inputs)
         return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
 

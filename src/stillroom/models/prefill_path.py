@@ -1,4 +1,4 @@
-"""Fast path for prefill on a CPU with bfloat16 weights: activations stay in bfloat16 between two matrix products.
+"""Fast path for prefill on a CPU with bfloat16 or int8 weights: bfloat16 between two matrix products.
 
 The decoder's general path widens each product's result to float32 and rounds the next product's input to bfloat16.
 Here the kernels between products read and write bfloat16, with the same roundings in the same places. Layers that are
@@ -7,7 +7,6 @@ not plain use the general path.
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.models.packed import LayerKV, PackedInput
@@ -16,7 +15,7 @@ from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import Floats
-from stillroom.ops.linear import is_float32_faster, most_rows_of_kernel
+from stillroom.ops.linear import is_float32_faster
 from stillroom.ops.row_kernels import rms_norm
 
 # T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
@@ -32,21 +31,21 @@ class PrefillPath:
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: tuple[LayerWeights, ...]) -> "PrefillPath | None":
-        """Return the path; None unless layers are plain, and in bfloat16 on a CPU that multiplies it fast."""
+        """Return the path; None unless layers are plain, of a bfloat16 model on a CPU that multiplies it fast."""
         is_plain = spec.activation == "silu" and spec.mixture is None and spec.local_rope is None
         if not is_plain or spec.has_qk_norm or spec.has_sandwich_norms:
             return None
         for layer in layers:
             mlp = layer.experts[0]
             for linear in (layer.qkv, layer.output, mlp.gate_up, mlp.down):
-                weight = linear.weight
-                if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or linear.bias is not None:
+                is_bfloat16 = linear.weight.device.type == "cpu" and linear.dtype == torch.bfloat16
+                if not is_bfloat16 or linear.bias is not None:
                     return None
         return None if is_float32_faster() else cls(spec, layers)
 
     def supports(self, num_tokens: int) -> bool:
         """Whether there are enough rows for torch's products."""
-        return num_tokens > most_rows_of_kernel()
+        return num_tokens > self._layers[0].qkv.most_rows
 
     def run(
         self,
@@ -68,7 +67,7 @@ class PrefillPath:
                 observer.observe(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
             if index < last:
                 out_THD = plan.attend(q_THD, kv_SGD, spec.attention_scale, window, spec.attention_softcap)
-                x_TM.add_(F.linear(out_THD.flatten(1).to(torch.bfloat16), layer.output.weight))
+                x_TM.add_(layer.output.in_bfloat16(out_THD.flatten(1).to(torch.bfloat16)))
                 x_TM.add_(self._mlp(layer, x_TM))
         wanted_B = packed.wanted_B
         if not len(wanted_B):
@@ -88,7 +87,7 @@ class PrefillPath:
     ) -> torch.Tensor:
         """Return rotated queries, float32 [T, H, D]; writes keys and values to their slots."""
         spec, num_tokens = self._spec, x_TM.shape[0]
-        qkv = F.linear(self._normed(x_TM, layer.attention_norm), layer.qkv.weight)
+        qkv = layer.qkv.in_bfloat16(self._normed(x_TM, layer.attention_norm))
         qkv = qkv.view(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         q_THD = torch.empty((num_tokens, spec.num_heads, spec.head_dim))
         cache = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
@@ -97,10 +96,10 @@ class PrefillPath:
 
     def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:
         mlp = layer.experts[0]
-        gate_up = F.linear(self._normed(x_TM, layer.mlp_norm), mlp.gate_up.weight)
+        gate_up = mlp.gate_up.in_bfloat16(self._normed(x_TM, layer.mlp_norm))
         inner = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=torch.bfloat16)
         cpu_kernels.silu_gate(cpu_kernels.array(gate_up), cpu_kernels.array(inner))
-        return F.linear(inner, mlp.down.weight)
+        return mlp.down.in_bfloat16(inner)
 
     def _normed(self, x_TM: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor:
         out_TM = torch.empty(x_TM.shape, dtype=torch.bfloat16)

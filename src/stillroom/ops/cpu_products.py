@@ -13,13 +13,14 @@ from numba import types
 from numba.extending import overload
 
 from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_float, inlined, parallel_kernel
-from stillroom.ops.cpu_elements import write
-from stillroom.ops.cpu_vectors import HAS_DOT, LANES, dot_rows
+from stillroom.ops.cpu_elements import read, write
+from stillroom.ops.cpu_vectors import HAS_BYTE_DOT, HAS_DOT, LANES, dot_rows
 
 # T tokens, R tokens padded with zeros to a multiple of four, N outputs, M inputs
 
 _HIGH = np.uint32(0xFFFF0000)
 _rows_4x4 = dot_rows(4, 4)
+_bytes_4x4 = dot_rows(4, 4, has_bytes=True)
 
 
 @parallel_kernel
@@ -152,6 +153,79 @@ def linear_scaled(x_TM: Floats, weight_NM: Any, scale_N: Floats, out_TN: Floats,
                     _store_four(out_TN, row, n1, (a1 * s1, b1 * s1, c1 * s1, d1 * s1))
 
 
+def can_multiply_bytes(num_inputs: int) -> bool:
+    """Whether `linear_bytes` supports weights of this width on this processor."""
+    return HAS_BYTE_DOT and num_inputs % (4 * LANES) == 0
+
+
+@parallel_kernel
+def linear_bytes(  # noqa: C901  a kernel is one function
+    x_TM: Floats, weight_NM: Any, scale_N: Floats, sum_N: Any, out_TN: Floats, num_threads: int
+) -> None:
+    """As `linear_scaled`, of several rows that are rounded to int8 as `round_rows` does it.
+
+    The instruction needs bytes without a sign, so rows are stored 128 higher, and 128 times `sum_N` is subtracted.
+
+    Args:
+        sum_N: int32, sum of each row of the weight.
+    """
+    num_rows, num_inputs, num_outputs = x_TM.shape[0], weight_NM.shape[1], weight_NM.shape[0]
+    num_padded, num_words = 4 * ((num_rows + 3) // 4), num_inputs // 4
+    x_RM, scale_R = np.full((num_padded, num_inputs), 128, np.uint8), np.zeros(num_padded, np.float32)
+    for row in range(num_rows):
+        most, nothing = np.float32(1e-30), np.float32(0)
+        for i in range(num_inputs):
+            most, nothing = max(most, abs(x_TM[row, i])), nothing + x_TM[row, i] * np.float32(0)
+        scale_R[row] = most / np.float32(127) + nothing
+        step = np.float32(127) / most
+        for i in range(num_inputs):
+            x_RM[row, i] = np.uint8(np.int32(np.rint(x_TM[row, i] * step)) + 128)
+    part = (num_outputs + 3) // 4
+    for thread in numba.prange(num_threads):
+        at, x_at, y_at = np.empty(LANES, np.int64), np.empty(4, np.int64), np.empty(4, np.int64)
+        sums = np.empty(LANES, np.int32)
+        for place in range(LANES):
+            at[place] = place
+        for first in range(part * thread // num_threads, part * (thread + 1) // num_threads):
+            for stream in range(4):
+                y_at[stream] = min(first + stream * part, num_outputs - 1) * num_inputs
+            for row in range(0, num_padded, 4):
+                for i in range(4):
+                    x_at[i] = (row + i) * num_inputs
+                _bytes_4x4(sums, at, x_RM, x_at, weight_NM, y_at, num_words)
+                for i in range(min(4, num_rows - row)):
+                    for stream in range(4):
+                        n = min(first + stream * part, num_outputs - 1)  # past the end, the last is computed again
+                        total = np.float32(sums[4 * i + stream] - 128 * sum_N[n])
+                        out_TN[row + i, n] = total * (scale_R[row + i] * scale_N[n])
+
+
+@parallel_kernel
+def round_rows(x_TM: Any, out_TM: Any, scale_T: Floats) -> None:
+    """Round float32 or bfloat16 to int8, with one scale for each row; the scale is NaN if a number is not finite."""
+    num_rows, width = x_TM.shape
+    for row in numba.prange(num_rows):
+        x, out = x_TM[row], out_TM[row]
+        most, nothing = np.float32(1e-30), np.float32(0)
+        for i in range(width):
+            value = read(x[i])
+            most, nothing = max(most, abs(value)), nothing + value * np.float32(0)
+        scale_T[row] = most / np.float32(127) + nothing
+        step = np.float32(127) / most
+        for i in range(width):
+            out[i] = np.int8(np.rint(read(x[i]) * step))
+
+
+@parallel_kernel
+def scale_products(products_TN: Any, scale_T: Floats, scale_N: Floats, out_TN: Any) -> None:
+    """Multiply products, of any type, with the scales of their row and column; the output is float32 or bfloat16."""
+    num_rows, width = products_TN.shape
+    for row in numba.prange(num_rows):
+        products, out, scale = products_TN[row], out_TN[row], scale_T[row]
+        for i in range(width):
+            write(out, i, np.float32(read(products[i])) * (scale * scale_N[i]))
+
+
 @inlined
 def _store_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
     num_rows = out_TN.shape[0]
@@ -165,7 +239,8 @@ def _store_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
 
 
 def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
-    """x @ weight.T + bias, with the weight of `linear_bfloat16`, or weight and scale of `linear_scaled`.
+    """x @ weight.T + bias, with the weight of `linear_bfloat16`, or weight and scale of `linear_scaled`, or these and
+    the sums of `linear_bytes`, which multiplies several rows.
 
     An empty bias is no bias.
     """
@@ -174,6 +249,20 @@ def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
 
 @overload(product)
 def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+    if isinstance(weight, types.BaseTuple) and len(weight) == 3:
+
+        def product_of_bytes(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+            out_TN = np.empty((x_TM.shape[0], weight[0].shape[0]), np.float32)
+            if x_TM.shape[0] == 1:
+                linear_scaled(x_TM, weight[0], weight[1], out_TN, num_threads)
+            else:
+                linear_bytes(x_TM, weight[0], weight[1], weight[2], out_TN, num_threads)
+            if len(bias_N) > 0:
+                out_TN += bias_N
+            return out_TN
+
+        return product_of_bytes
+
     if isinstance(weight, types.BaseTuple):
 
         def scaled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:

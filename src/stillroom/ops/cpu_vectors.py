@@ -20,6 +20,8 @@ LANES = 16
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 HAS_DOT = bool(_FEATURES.get("avx512bf16"))
 """Whether one instruction of this processor multiplies pairs of bfloat16 and adds them to float32."""
+HAS_BYTE_DOT = bool(_FEATURES.get("avx512vnni"))
+"""Whether one instruction multiplies four bytes with four and adds the products to an int32."""
 
 _HAS_SCALE = bool(_FEATURES.get("avx512f") and _FEATURES.get("avx512dq"))
 """Whether one instruction splits off a float's fraction, and another multiplies by a power of two."""
@@ -95,6 +97,11 @@ def _dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
         factors = [builder.bitcast(half, _FLOATS) for half in (a, b)]
         total = _call(builder, "llvm.fma.v16f32", _FLOATS, [*factors, total])
     return total
+
+
+def _byte_dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
+    """total + products of the four unsigned bytes in each lane of x with the signed bytes of y, int32."""
+    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", _INTS, [total, x, y])
 
 
 # --------------------------------------------------------------------------------------------------- operations
@@ -341,28 +348,34 @@ def dot_block(num_rows: int, num_columns: int) -> Any:
     return block
 
 
-def dot_rows(num_rows: int, num_outputs: int) -> Any:
-    """Make an intrinsic that multiplies bfloat16 rows with rows of a matrix: sixteen sums are kept in registers.
+def dot_rows(num_rows: int, num_outputs: int, *, has_bytes: bool = False) -> Any:
+    """Make an intrinsic that multiplies rows with rows of a matrix: sixteen sums are kept in registers.
 
-    The intrinsic is `rows(sums, sums_at, x, x_at, y, y_at, num_pairs)`: for each row r and output n, the sum at the
-    flat index sums_at[r * num_outputs + n] is overwritten by the products of row r with row n of the matrix.
+    The intrinsic is `rows(sums, sums_at, x, x_at, y, y_at, num_words)`: for each row r and output n, the sum at the
+    flat index sums_at[r * num_outputs + n] is overwritten by the products of row r with row n of the matrix. A word has
+    32 bits: two bfloat16, or four bytes, which are unsigned in x and signed in y.
+
+    Args:
+        has_bytes: words are four bytes; needs `HAS_BYTE_DOT`.
 
     Args of the intrinsic:
-        sums, sums_at: float32; int64 [16].
-        x, x_at: uint16, whose 32-bit pairs are read; flat index of each row, int64 [num_rows].
-        y, y_at: uint32; flat index of each row of the matrix, int64 [num_outputs].
-        num_pairs: of a row; a multiple of 16.
+        sums, sums_at: float32, of bytes int32; int64 [16].
+        x, x_at: array whose words are read; its index of each row's first element, int64 [num_rows].
+        y, y_at: array whose words are read; its index of each matrix row's first element, int64 [num_outputs].
+        num_words: of a row; a multiple of 16.
     """
     assert num_rows * num_outputs == LANES
+    dot, lanes, lane = (_byte_dot, _INTS, _I32) if has_bytes else (_dot, _FLOATS, _F32)
 
     def emit(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, sums_at, x, x_at, y, y_at, num_pairs = arguments
+        sums, sums_at, x, x_at, y, y_at, num_words = arguments
         array = signature.args
 
         def number(array_type: Any, numbers: Any, place: int) -> Any:
             return builder.load(_address(target, builder, array_type, numbers, ir.Constant(_I64, place), _I64))
 
-        def vectors(array_type: Any, values: Any, starts: list[Any], offset: Any) -> list[Any]:
+        def vectors(array_type: Any, values: Any, starts: list[Any], word: Any) -> list[Any]:
+            offset = builder.mul(word, ir.Constant(_I64, 32 // array_type.dtype.bitwidth))
             places = [builder.add(start, offset) for start in starts]
             pointers = [_address(target, builder, array_type, values, place, _INTS) for place in places]
             return [builder.load(pointer, align=2) for pointer in pointers]
@@ -372,45 +385,43 @@ def dot_rows(num_rows: int, num_outputs: int) -> Any:
         entry, head, body, end = builder.block, *(builder.append_basic_block(name) for name in ("head", "body", "end"))
         builder.branch(head)
         builder.position_at_end(head)
-        pair = builder.phi(_I64)
-        pair.add_incoming(ir.Constant(_I64, 0), entry)
-        totals = [builder.phi(_FLOATS) for _ in range(LANES)]
+        word = builder.phi(_I64)
+        word.add_incoming(ir.Constant(_I64, 0), entry)
+        totals = [builder.phi(lanes) for _ in range(LANES)]
         for total in totals:
-            total.add_incoming(_floats(0.0), entry)
-        builder.cbranch(builder.icmp_signed("<", pair, num_pairs), body, end)
+            total.add_incoming(ir.Constant(lanes, [ir.Constant(lane, 0)] * LANES), entry)
+        builder.cbranch(builder.icmp_signed("<", word, num_words), body, end)
         builder.position_at_end(body)
-        weights = vectors(array[4], y, y_starts, pair)
-        rows = vectors(array[2], x, x_starts, builder.shl(pair, ir.Constant(_I64, 1)))
+        weights = vectors(array[4], y, y_starts, word)
+        rows = vectors(array[2], x, x_starts, word)
         for place, total in enumerate(totals):
             row, output = divmod(place, num_outputs)
-            total.add_incoming(_dot(builder, total, rows[row], weights[output]), builder.block)
-        pair.add_incoming(builder.add(pair, ir.Constant(_I64, LANES)), builder.block)
+            total.add_incoming(dot(builder, total, rows[row], weights[output]), builder.block)
+        word.add_incoming(builder.add(word, ir.Constant(_I64, LANES)), builder.block)
         builder.branch(head)
         builder.position_at_end(end)
-        found = _sum_each(builder, totals)
+        found = _sum_each(builder, totals, builder.add if has_bytes else builder.fadd)
         for place in range(LANES):
-            pointer = _address(target, builder, array[0], sums, number(array[1], sums_at, place), _F32)
+            pointer = _address(target, builder, array[0], sums, number(array[1], sums_at, place), lane)
             builder.store(builder.extract_element(found, ir.Constant(_I32, place)), pointer)
         return target.get_dummy_value()
 
     @intrinsic
     def rows(  # noqa: PLR0913  a kernel's call
-        _context: Any, sums: Any, sums_at: Any, x: Any, x_at: Any, y: Any, y_at: Any, num_pairs: Any
+        _context: Any, sums: Any, sums_at: Any, x: Any, x_at: Any, y: Any, y_at: Any, num_words: Any
     ) -> Any:
         return types.void(sums, sums_at, x, x_at, y, y_at, types.intp), emit
 
     return rows
 
 
-def _sum_each(builder: Any, vectors: list[Any]) -> Any:
+def _sum_each(builder: Any, vectors: list[Any], add: Callable[..., Any]) -> Any:
     """Return the sums of sixteen vectors, in one vector."""
     size = LANES // 2
-    while (
-        len(vectors) > 1
-    ):  # the halves of each part of two vectors are added: half as many vectors of parts half as long
+    while len(vectors) > 1:  # halves of parts are added: half as many vectors of parts half as long
         low = [lane for lane in range(2 * LANES) if lane % (2 * size) < size]
         masks = [ir.Constant(_INTS, [ir.Constant(_I32, lane + shift) for lane in low]) for shift in (0, size)]
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
+        vectors = [add(*(builder.shuffle_vector(a, b, mask) for mask in masks)) for a, b in pairs]
         size //= 2
     return vectors[0]

@@ -1,8 +1,8 @@
 """Matrix products with weights, each by the method that is fastest on this machine.
 
 On a CPU activations are float32 for weights of any dtype. Few rows (decoding) use `cpu_products`. Many rows (prefill)
-use torch: the faster of bfloat16 products and float32 products of widened weights. Other devices use torch's `linear`
-in the weights' dtype.
+use torch: the faster of bfloat16 products and float32 products of widened weights, or, if inputs may be rounded to
+8 bits too, int8 products. Other devices use torch's `linear` in the weights' dtype.
 """
 
 import functools
@@ -17,13 +17,20 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels
-from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled
+from stillroom.ops.cpu_products import (
+    can_multiply_bytes,
+    linear_bfloat16,
+    linear_bytes,
+    linear_scaled,
+    round_rows,
+    scale_products,
+)
 
 # T tokens, M inputs, N outputs
 
 MAX_ROWS = 16
-"""Most rows for which `cpu_products` beats torch with float32 and int8 weights, on two processors with AVX-512. For
-bfloat16 weights it depends on the processor, so it is measured: `most_rows_of_kernel`."""
+"""Most rows for which `cpu_products` beats torch with float32 weights, on two processors with AVX-512. For other
+weights it depends on the processor, so it is measured: `most_rows_of_kernel`."""
 
 _NUMBERS_OF_ROWS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -40,13 +47,22 @@ class Linear:
     """x @ weight.T + bias; immutable."""
 
     def __init__(
-        self, weight_NM: torch.Tensor, bias_N: torch.Tensor | None = None, scale_N: torch.Tensor | None = None
+        self,
+        weight_NM: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        scale_N: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        rounds_inputs: bool = False,
     ) -> None:
         """
         Args:
             scale_N: float32 factor of each row of int8 weights, which run on a CPU only.
+            dtype: to which many rows of inputs may be rounded; None: the weight's.
+            rounds_inputs: two or more rows may be rounded to int8 too, each with its own scale.
         """
-        self.weight, self.scale = weight_NM, scale_N
+        self.weight, self.scale, self._rounds_inputs = weight_NM, scale_N, rounds_inputs
+        self.dtype = dtype or weight_NM.dtype
         is_cpu = weight_NM.device.type == "cpu"
         self._is_native = not is_cpu or weight_NM.dtype == torch.float32
         # a bias is added to activations, which are float32 on a CPU
@@ -58,9 +74,13 @@ class Linear:
             self._kernel_weight = weight_NM.view(torch.uint32).numpy()
         elif scale_N is not None:
             self._kernel_weight = (weight_NM.numpy(), scale_N.numpy())
+            if rounds_inputs and can_multiply_bytes(weight_NM.shape[1]):
+                self._kernel_weight += (weight_NM.sum(1, dtype=torch.int32).numpy(),)
 
     @classmethod
-    def int8(cls, parts: Sequence[torch.Tensor], bias_N: torch.Tensor | None = None) -> "Linear":
+    def int8(
+        cls, parts: Sequence[torch.Tensor], bias_N: torch.Tensor | None = None, *, rounds_inputs: bool = False
+    ) -> "Linear":
         """Make a product with weights rounded to int8, one scale per row: half the memory of bfloat16.
 
         Args:
@@ -76,33 +96,38 @@ class Linear:
             scale_N1 = (torch.maximum(-low_N1, high_N1) / 127).clamp_(min=1e-30)
             weight[rows] = torch.round(wide / scale_N1)
             scale_N[rows] = scale_N1[:, 0]
-        return cls(weight, bias_N, scale_N)
+        return cls(weight, bias_N, scale_N, dtype=parts[0].dtype, rounds_inputs=rounds_inputs)
 
     def __call__(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] -> [T, N], in the dtype of x."""
-        if self._kernel_weight is not None and x_TM.shape[0] <= self._most_rows(x_TM.shape[0]):
+        if self._kernel_weight is not None and (x_TM.shape[0] <= 1 or x_TM.shape[0] <= self.most_rows):
             return self._few_rows(x_TM)
         if self._is_native:
             return F.linear(x_TM, self.weight, self.bias)
-        if self.weight.dtype == torch.bfloat16 and not is_float32_faster():
-            out = F.linear(x_TM.to(torch.bfloat16), self.weight).float()
-        else:
-            out = self._widened(x_TM)
+        out = self._many_rows(x_TM, torch.float32)
         return out if self.bias is None else out.add_(self.bias)
+
+    def in_bfloat16(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> [T, N], both bfloat16, without the bias: many rows on a CPU that multiplies bfloat16 fast."""
+        return self._many_rows(x_TM, torch.bfloat16)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows for which `cpu_products` is faster than torch; measured in about 100 ms, once per process."""
+        if self.weight.dtype == torch.bfloat16:
+            return most_rows_of_kernel()
+        return MAX_ROWS if self.scale is None else most_rows_of_int8_kernel(rounds_inputs=self._rounds_inputs)
 
     @property
     def kernel_arrays(self) -> tuple[Any, NDArray[np.float32]] | None:
         """Weight and bias for the CPU kernels; None if the kernels cannot read the weight.
 
-        A weight that is not bfloat16 comes with its scale. An absent bias is an empty array.
+        A weight that is not bfloat16 comes with its scale, and with the sums of its rows if inputs are rounded. An
+        absent bias is an empty array.
         """
         if self._kernel_weight is None:
             return None
         return self._kernel_weight, np.empty(0, np.float32) if self.bias is None else self.bias.numpy()
-
-    def _most_rows(self, num_rows: int) -> int:
-        """Return the most rows for `cpu_products`; measures the processor only if the result depends on it."""
-        return most_rows_of_kernel() if num_rows > 1 and self.weight.dtype == torch.bfloat16 else MAX_ROWS
 
     def _few_rows(self, x_TM: torch.Tensor) -> torch.Tensor:
         out_TN = torch.empty((x_TM.shape[0], self.weight.shape[0]))
@@ -110,15 +135,44 @@ class Linear:
         if self.weight.dtype == torch.bfloat16:
             linear_bfloat16(x, self._kernel_weight, out, num_threads)
         else:
-            weight, scale = self._kernel_weight
-            linear_scaled(x, weight, scale, out, num_threads)
+            weight, scale, *sums = self._kernel_weight
+            if sums and len(x) > 1:
+                linear_bytes(x, weight, scale, sums[0], out, num_threads)
+            else:
+                linear_scaled(x, weight, scale, out, num_threads)
         return out_TN if self.bias is None else out_TN.add_(self.bias)
 
-    def _widened(self, x_TM: torch.Tensor) -> torch.Tensor:
+    def _many_rows(self, x_TM: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The product without its bias, in this dtype."""
+        if self._rounds_inputs and is_int8_faster():
+            return self._with_rounded_inputs(x_TM, dtype)
+        wide = torch.bfloat16 if self.dtype == torch.bfloat16 and not is_float32_faster() else torch.float32
+        if self.scale is None:
+            return self._widened(x_TM, wide).to(dtype)
+        out_TN = torch.empty((len(x_TM), len(self.weight)), dtype=dtype)
+        return self._scaled(self._widened(x_TM, wide), torch.ones(len(x_TM)), out_TN)
+
+    def _widened(self, x_TM: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        x_TM = x_TM.to(dtype)
+        if self.weight.dtype == dtype:
+            return F.linear(x_TM, self.weight)
         height = max(1, _MAX_WIDENED // self.weight.shape[1])
-        parts = [F.linear(x_TM, part.float()) for part in torch.split(self.weight, height)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return out if self.scale is None else out.mul_(self.scale)
+        parts = [F.linear(x_TM, part.to(dtype)) for part in torch.split(self.weight, height)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _with_rounded_inputs(self, x_TM: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        rounded_TM, scale_T = torch.empty(x_TM.shape, dtype=torch.int8), torch.empty(len(x_TM))
+        cpu_kernels.use_threads()
+        round_rows(cpu_kernels.array(x_TM.contiguous()), rounded_TM.numpy(), scale_T.numpy())
+        sums_TN = torch._int_mm(rounded_TM, self.weight.t())
+        return self._scaled(sums_TN, scale_T, torch.empty(sums_TN.shape, dtype=dtype))
+
+    def _scaled(self, products_TN: torch.Tensor, scale_T: torch.Tensor, out_TN: torch.Tensor) -> torch.Tensor:
+        assert self.scale is not None
+        cpu_kernels.use_threads()
+        products, out = cpu_kernels.array(products_TN), cpu_kernels.array(out_TN)
+        scale_products(products, scale_T.numpy(), self.scale.numpy(), out)
+        return out_TN
 
 
 @functools.cache
@@ -135,23 +189,36 @@ def is_float32_faster() -> bool:
 
 
 @functools.cache
+def is_int8_faster() -> bool:
+    """Return whether products of rows and weights in int8 take less time than the others. Measured once per process."""
+    x, weight = _trial(256)
+    rounding, exact = Linear.int8([weight], rounds_inputs=True), Linear.int8([weight])
+    return (
+        ratio_of_times(
+            lambda: rounding._with_rounded_inputs(x, torch.float32), lambda: exact._many_rows(x, torch.float32)
+        )
+        < 1.0
+    )
+
+
+@functools.cache
 def most_rows_of_kernel() -> int:
-    """Return the most rows for which `cpu_products` multiplies with bfloat16 weights faster than torch; 1 at least.
+    """Return the most rows for which `cpu_products` multiplies with bfloat16 weights faster than torch; 1 at least."""
+    return _most_rows(Linear(_trial(1)[1]))
 
-    Measured once per process in about 100 ms.
-    """
-    most, is_wide = 1, is_float32_faster()
+
+@functools.cache
+def most_rows_of_int8_kernel(*, rounds_inputs: bool) -> int:
+    """As `most_rows_of_kernel`, with int8 weights."""
+    return _most_rows(Linear.int8([_trial(1)[1]], rounds_inputs=rounds_inputs))
+
+
+def _most_rows(linear: Linear) -> int:
+    most = 1
     for num_rows in _NUMBERS_OF_ROWS:
-        x, weight = _trial(num_rows)
-        out, bits = np.empty((num_rows, len(weight)), np.float32), weight.view(torch.uint32).numpy()
-
-        def kernel(x: torch.Tensor = x, bits: Any = bits, out: Any = out) -> None:
-            linear_bfloat16(x.numpy(), bits, out, cpu_kernels.use_threads())
-
-        def of_torch(x: torch.Tensor = x, weight: torch.Tensor = weight) -> None:
-            F.linear(x, weight.float()) if is_wide else F.linear(x.to(torch.bfloat16), weight).float()
-
-        if ratio_of_times(kernel, of_torch) > 1.0:
+        x, _ = _trial(num_rows)
+        of_kernel = functools.partial(linear._few_rows, x)
+        if ratio_of_times(of_kernel, functools.partial(linear._many_rows, x, torch.float32)) > 1.0:
             break
         most = num_rows
     return most

@@ -72,6 +72,12 @@ class StillroomInt8(StillroomRuntime):
     weights = "int8"
 
 
+class StillroomW8A8(StillroomRuntime):
+    """Stillroom's engine with 8-bit weights, and 8-bit inputs of several rows."""
+
+    weights = "w8a8"
+
+
 class Transformers:
     """Eager `generate` of transformers with SDPA attention."""
 
@@ -229,6 +235,7 @@ def write_gguf(folder: Path, dtype: str) -> Path:
 RUNTIMES: dict[str, Callable[[Path, str, int], MeasuredRuntime]] = {
     "stillroom": StillroomRuntime,
     "stillroom int8": StillroomInt8,
+    "stillroom w8a8": StillroomW8A8,
     "transformers": Transformers,
     "vllm": VllmRuntime,
     "llama.cpp": LlamaCppRuntime,
