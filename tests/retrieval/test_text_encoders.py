@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from stillroom.config.settings import EmbedderConfig
 from stillroom.errors import ModelNotFoundError
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.model_files import PACKAGED_MODEL, ModelFiles
+from stillroom.retrieval.query_encoder import load_query_encoder
 from stillroom.retrieval.text_encoders import (
     BertTextEncoder,
     SentenceTransformersEncoder,
@@ -33,12 +35,33 @@ def encoded(encoder: BertTextEncoder | SentenceTransformersEncoder, texts: list[
         return encoder.encode(texts, "query")
 
 
-def test_vectors_are_those_of_sentence_transformers() -> None:
+@pytest.fixture(scope="module")
+def judges() -> tuple[BertTextEncoder, SentenceTransformersEncoder]:
     files = ModelFiles(PACKAGED_MODEL)
-    own, other = BertTextEncoder(files, "cpu"), SentenceTransformersEncoder(files, "cpu")
+    return BertTextEncoder(files, "cpu"), SentenceTransformersEncoder(files, "cpu")
+
+
+def test_vectors_are_those_of_sentence_transformers(
+    judges: tuple[BertTextEncoder, SentenceTransformersEncoder],
+) -> None:
+    own, other = judges
     np.testing.assert_allclose(encoded(own, TEXTS), encoded(other, TEXTS), atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         np.testing.assert_allclose(np.sum(encoded(own, TEXTS) * encoded(other, TEXTS), axis=1), 1.0, atol=1e-3)
+
+
+def test_vectors_without_torch_are_those_of_torch_and_sentence_transformers(
+    judges: tuple[BertTextEncoder, SentenceTransformersEncoder],
+) -> None:
+    words = (Path(__file__).parents[2] / "docs" / "retrieval.md").read_text(encoding="utf-8").split()
+    texts = [*TEXTS[:3], *(" ".join(words[start : start + num]) for start, num in enumerate([5, 25, 50, 90, 300]))]
+    encoder = load_query_encoder(ModelFiles(PACKAGED_MODEL))
+    assert encoder is not None
+    found = encoder.encode(texts)
+    for text, vector in zip(texts, found, strict=True):
+        assert np.array_equal(encoder.encode([text])[0], vector)
+        for judge in judges:
+            np.testing.assert_allclose(vector, encoded(judge, [text])[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["query", "document"])
@@ -66,8 +89,22 @@ def test_other_models_are_left_to_sentence_transformers(folder: Path, name: str,
     path.write_text(json.dumps(json.loads(before) | change))
     try:
         assert not ModelFiles(str(folder)).is_plain_bert
+        assert load_query_encoder(ModelFiles(str(folder))) is None
     finally:
         path.write_text(before)
+
+
+def test_weights_in_half_precision_are_left_to_torch(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    before = path.read_bytes()
+    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
+    try:
+        embedder = Embedder(EmbedderConfig(model=str(folder)))
+        embedder.avoid_torch()
+        found = embedder.embed_queries(TEXTS)
+    finally:
+        path.write_bytes(before)
+    np.testing.assert_allclose(found, Embedder(EmbedderConfig()).embed_queries(TEXTS), atol=1e-3)
 
 
 def test_prompts_of_a_model_are_used(folder: Path) -> None:
@@ -83,5 +120,6 @@ def test_damaged_weights_are_refused(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert ModelFiles(str(folder)).is_plain_bert
-    with pytest.raises(ModelNotFoundError, match="cannot be loaded"):
-        load_text_encoder(ModelFiles(str(folder)))
+    for load in (load_text_encoder, load_query_encoder):
+        with pytest.raises(ModelNotFoundError, match="cannot be loaded"):
+            load(ModelFiles(str(folder)))

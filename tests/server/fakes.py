@@ -199,6 +199,9 @@ class FakeStillroom:
     def hide_folders(self) -> None:
         pass
 
+    def avoid_torch(self) -> None:
+        pass
+
     # used by the streams
 
     def next_number(self) -> int:

@@ -58,6 +58,7 @@ def search(  # noqa: PLR0913  one parameter per flag
         config, {"search.mode": mode, "search.top_k": top_k, **index_goal(ann_recall, search_budget)}
     )
     with opening.open_stillroom(kb, settings) as opened:
+        opened.avoid_torch()
         started = time.perf_counter()
         found = opened.search(query, mode=mode, top_k=top_k, where=filtered)
         total_seconds = time.perf_counter() - started

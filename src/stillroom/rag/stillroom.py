@@ -144,6 +144,11 @@ class Stillroom:
         server does this. Tenants' knowledge bases opened later inherit it."""
         self._kb.hide_folders()
 
+    def avoid_torch(self) -> None:
+        """Search without torch from now on, where the embedder allows it: for a process that searches a few times and
+        ends. Importing torch takes longer than such a search."""
+        self._kb.avoid_torch()
+
     # Documents
 
     def add(

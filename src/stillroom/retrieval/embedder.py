@@ -21,6 +21,7 @@ from stillroom.core.panics import panics_as_errors
 from stillroom.retrieval.model_files import ModelFiles
 
 if TYPE_CHECKING:
+    from stillroom.retrieval.query_encoder import QueryEncoder
     from stillroom.retrieval.text_encoders import Kind, TextEncoder
 
 Vectors = NDArray[np.float32]
@@ -48,6 +49,7 @@ class Embedder:
         self._config = config
         is_shared = weights_of is not None and weights_of._config == config
         self._weights: _Weights = weights_of._weights if weights_of is not None and is_shared else _Weights()
+        self._avoids_torch = False
         self._cached = lru_cache(_NUM_KEPT)(self._embed_query)
 
     @cached_property
@@ -79,18 +81,32 @@ class Embedder:
         """Count the tokens of a text without special tokens. Does not load the model."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def avoid_torch(self) -> None:
+        """Embed queries in numpy from now on, if it can compute the model (`query_encoder.py`); not thread-safe.
+
+        For a process that embeds few texts and ends. Vectors differ from those of torch by rounding.
+        """
+        self._avoids_torch = True
+
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         """Return float32 [len(texts), dimension], each row of length 1.
 
         Raises:
             ModelNotFoundError: The model is missing or cannot be loaded.
         """
-        return self._embed(texts, "query", None)
+        encoder = self._query_encoder if self._avoids_torch and texts else None
+        return self._embed(texts, "query", None) if encoder is None else encoder.encode(texts)
 
     def embed_query(self, text: str) -> Vectors:
         """Return float32 [dimension] of length 1, read-only. The vectors of the latest queries are cached. Raises as
         `embed_queries`."""
         return self._cached(text)
+
+    @cached_property
+    def _query_encoder(self) -> "QueryEncoder | None":
+        from stillroom.retrieval.query_encoder import load_query_encoder
+
+        return load_query_encoder(self._files)
 
     def _embed_query(self, text: str) -> Vectors:
         vector: Vectors = self.embed_queries([text])[0]

@@ -262,6 +262,10 @@ class KnowledgeBase:
         self.hides_folders = True
         self._search.hide_folders()
 
+    def avoid_torch(self) -> None:
+        """Embed queries without torch from now on, where that is possible (`Embedder.avoid_torch`)."""
+        self._embedder.avoid_torch()
+
     def allowed(self, where: str) -> AllowedIds:
         """Return the chunks of all documents that a filter allows now. Raises FilterError if it is invalid."""
         return self._search.allowed(where)

@@ -6,6 +6,7 @@ sparse searches need only this module.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ class ModelFiles:
                     content = hashlib.file_digest(stream, "sha256").hexdigest()
                 digest.update(f"{name}\0{content}\n".encode())
         return digest.hexdigest()[:32]
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, of which the model reads the first `max_seq_length`."""
+        most = self.max_seq_length
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))]
+        return [ids if len(ids) <= most else [*ids[: most - 1], ids[-1]] for ids in rows]
+
+    def loading_error(self, error: Exception) -> ModelNotFoundError:
+        """Return the error to raise for one of the libraries."""
+        return ModelNotFoundError(
+            f"the embedding model in {self.folder} cannot be loaded ({error}); "
+            "check that the folder is a complete sentence-transformers model"
+        )
 
     def _read_json(self, name: str) -> Any:
         path = self.folder / name

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from stillroom.errors import ModelNotFoundError
 from stillroom.ops.bert import BertEncoder, BertSpec, tensors_of_checkpoint
 from stillroom.retrieval.model_files import ModelFiles
 
@@ -47,10 +46,7 @@ def load_text_encoder(files: ModelFiles) -> TextEncoder:
     try:
         return BertTextEncoder(files, device) if files.is_plain_bert else SentenceTransformersEncoder(files, device)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelNotFoundError(
-            f"the embedding model in {files.folder} cannot be loaded ({error}); "
-            "check that the folder is a complete sentence-transformers model"
-        ) from error
+        raise files.loading_error(error) from error
 
 
 class BertTextEncoder:
@@ -73,11 +69,10 @@ class BertTextEncoder:
         tensors = tensors_of_checkpoint(load_file(files.folder / "model.safetensors"), spec.num_layers)
         self._model.load_state_dict(tensors)
         self._model.to(device, torch.float32).eval().requires_grad_(False)
-        self._tokenizer, self._max_tokens = files.tokenizer, files.max_seq_length
+        self._files = files
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
-        rows = [ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]] for ids in rows]
+        rows = self._files.token_ids(texts)
         length = min(-(-max(map(len, rows)) // TOKEN_BLOCK) * TOKEN_BLOCK, self._model.positions.num_embeddings)
         ids = torch.zeros(len(rows), length, dtype=torch.long)
         is_token = torch.zeros(len(rows), length, dtype=torch.bool)
