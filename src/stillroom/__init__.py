@@ -7,7 +7,6 @@ stillroom.add("docs/")
 print(stillroom.ask("How do I rotate keys?").text)
 """
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +15,9 @@ if TYPE_CHECKING:
     from stillroom.rag.answer import Answer, AskOptions, Citation, Support
     from stillroom.rag.stillroom import Stillroom
 
+    __version__: str
+
 __all__ = ["Answer", "AskOptions", "Citation", "Exchange", "Stillroom", "StillroomConfig", "Support", "__version__"]
-__version__ = version("stillroom")
 
 _MODULES = {
     "Answer": "stillroom.rag.answer",
@@ -32,6 +32,10 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that `import stillroom` and `stillroom --help` do not load PyTorch."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("stillroom")
     if name not in _MODULES:
         raise AttributeError(f"module 'stillroom' has no attribute {name!r}")
     import importlib

@@ -49,6 +49,39 @@ def test_list_and_search(run: Run, docs: Path, kb: Path) -> None:
     assert found["results"][0]["document"] == str(docs / "people.md")
 
 
+def test_short_commands_import_nothing_heavy(kb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import os, sys
+from stillroom.cli.main import main
+
+HEAVY = {"torch", "numba", "scipy", "transformers", "sentence_transformers", "fastapi", "httpx", "rich", "tomlkit"}
+
+def check(command, forbidden):
+    sys.argv = ["stillroom", *command]
+    try:
+        main()
+    except SystemExit as ending:
+        assert not ending.code, command
+    assert not forbidden & set(sys.modules), (command, forbidden & set(sys.modules))
+
+check(["list"], {*HEAVY, "faiss", "stillroom_bench"})
+check(["show", "people.md"], {*HEAVY, "faiss", "stillroom_bench"})
+check(["search", "Dola Kenric"], {*HEAVY, "stillroom_bench"})
+assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
+"""
+    monkeypatch.setenv("STILLROOM_KB", str(kb))
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_search_without_torch_ranks_as_with_torch(kb: Path) -> None:
+    with Stillroom.open(kb) as with_torch, Stillroom.open(kb) as without_torch:
+        without_torch.avoid_torch()
+        expected, found = (opened.search(QUESTION).results for opened in (with_torch, without_torch))
+    assert [scored.chunk for scored in found] == [scored.chunk for scored in expected]
+    assert [scored.score for scored in found] == pytest.approx([scored.score for scored in expected], abs=1e-5)
+
+
 def test_equal_documents_have_equal_digests(run: Run, docs: Path, kb: Path, tmp_path: Path) -> None:
     shown = run("digest", "--kb", kb)
     parts = run("digest", "--kb", kb, "--json").json

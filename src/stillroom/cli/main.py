@@ -11,8 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
-from importlib.metadata import entry_points
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -43,6 +42,26 @@ INTERRUPTED, TERMINATED, NO_READER = 130, 143, 141
 
 COMMANDS_GROUP = "stillroom.commands"
 """Entry points of other packages, each a `typer.Typer` of commands: `stillroom_bench` registers `bench`."""
+
+_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "add": (add.add, add.HELP),
+    "remove": (documents.remove, documents.REMOVE_HELP),
+    "list": (documents.list_, documents.LIST_HELP),
+    "show": (show.show, show.HELP),
+    "digest": (documents.digest, documents.DIGEST_HELP),
+    "verify": (verify.verify, verify.HELP),
+    "search": (search.search, search.HELP),
+    "ask": (ask.ask, ask.HELP),
+    "serve": (serve.serve, serve.HELP),
+    "explain": (explain.explain, explain.HELP),
+    "prepare": (prepare.prepare, prepare.HELP),
+    "calibrate": (calibrate.calibrate, calibrate.HELP),
+    "plan": (plan.plan, plan.HELP),
+}
+"""Function and help text of each command of this package but `cache` and `keys`."""
+
+_ONE_THREAD = frozenset({"search", "list", "show", "explain"})
+"""Commands whose matrix products are too small for several threads, which would spin for longer than the products."""
 
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
@@ -82,8 +101,12 @@ def _show_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-def build_app() -> typer.Typer:
-    """Return the application; `--help` lists the commands in this order."""
+def build_app(only: str = "") -> typer.Typer:
+    """Return the application; `--help` lists the commands in this order.
+
+    Args:
+        only: if it is a command of this package, build no other one. Building all takes longer than most of them.
+    """
     app = typer.Typer(cls=_Commands, name="stillroom", no_args_is_help=False, pretty_exceptions_enable=False)
 
     @app.callback(
@@ -100,24 +123,22 @@ def build_app() -> typer.Typer:
             print(ctx.get_help())
             raise typer.Exit(WRONG_CALL)
 
-    app.command("add", help=add.HELP)(add.add)
-    app.command("remove", help=documents.REMOVE_HELP)(documents.remove)
-    app.command("list", help=documents.LIST_HELP)(documents.list_)
-    app.command("show", help=show.HELP)(show.show)
-    app.command("digest", help=documents.DIGEST_HELP)(documents.digest)
-    app.command("verify", help=verify.HELP)(verify.verify)
-    app.command("search", help=search.HELP)(search.search)
-    app.command("ask", help=ask.HELP)(ask.ask)
-    app.command("serve", help=serve.HELP)(serve.serve)
-    app.command("explain", help=explain.HELP)(explain.explain)
-    app.command("prepare", help=prepare.HELP)(prepare.prepare)
-    app.command("calibrate", help=calibrate.HELP)(calibrate.calibrate)
-    app.command("plan", help=plan.HELP)(plan.plan)
+    for name in [only] if only in _COMMANDS else _COMMANDS:
+        function, help_text = _COMMANDS[name]
+        app.command(name, help=help_text)(function)
+    if only in _COMMANDS:
+        return app
     app.add_typer(cache.app, name="cache", help="Show, check or remove the KV kept on disk.")
     app.add_typer(keys.app, name="keys", help="Add, list or remove API keys of a server.")
+    _add_plugins(app)
+    return app
+
+
+def _add_plugins(app: typer.Typer) -> None:
+    from importlib.metadata import entry_points
+
     for entry in sorted(entry_points(group=COMMANDS_GROUP), key=lambda entry: entry.name):
         app.add_typer(entry.load(), name=entry.name)
-    return app
 
 
 def main() -> None:
@@ -130,6 +151,8 @@ def main() -> None:
             stream.reconfigure(errors=how)  # type: ignore[union-attr]
     if not sys.warnoptions and not _is_debugging():
         warnings.simplefilter("ignore")  # warnings of libraries are of no use to users
+    if set(sys.argv[1:2]) <= _ONE_THREAD:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported
     signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # under `nohup` it stays ignored
         signal.signal(signal.SIGHUP, _terminate)
@@ -187,7 +210,7 @@ def run(args: Sequence[str]) -> int:
     as_json = "--json" in _before_dashes(args)
     configure_logging("DEBUG" if _is_debugging() else "WARNING", as_json=as_json, before=console.begin_note)
     try:
-        command = typer.main.get_command(build_app())
+        command = typer.main.get_command(build_app(args[0] if args else ""))
         code: int | None = command.main(args=list(args), prog_name="stillroom", standalone_mode=False)
         return code or 0
     except _NoReaderError:

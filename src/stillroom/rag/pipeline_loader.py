@@ -19,7 +19,6 @@ from stillroom.errors import ConfigError, EngineClosedError, UsageError
 from stillroom.kvstore.files import KV_FOLDER, forget_chunks
 from stillroom.kvstore.owners import OwnerNote, note_owner
 from stillroom.models.bundled_models import full_name, reader_folder
-from stillroom.rag.kv_sweep import sweep_kv
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
@@ -208,6 +207,8 @@ class PipelineLoader:
         return backend
 
     def _own_backend(self) -> "Backend":
+        from stillroom.rag.kv_sweep import sweep_kv
+
         config, swept = self._config, sweep_kv(self._kb.path)
         if config.engine.kind == "openai":
             from stillroom.backends.openai import connect

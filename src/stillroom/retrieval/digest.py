@@ -12,19 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.manifest import MACHINE_SETTINGS, SEARCH_SETTINGS, Manifest
 from stillroom.retrieval.tiers.tiered_ivf import all_entries, without_entries
 from stillroom.retrieval.vector_index import VectorIndex
-
-faiss: Any = _faiss  # its type stubs lack what is made at import
 
 _BATCH = 1000
 

@@ -4,14 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.retrieval.filters.allowed import AllowedIds
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking
-
-faiss: Any = _faiss  # its type information lacks what is made at import
 
 NUM_STAGES = 4
 """Default number of stages of a search, as in RAGCache's figure 11."""

@@ -3,20 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, best_of, ranked, top_k
 from stillroom.retrieval.vector_index import VectorIndex, exact_scores, one_thread, stages
 
 _BLOCK = 4096
 """Vectors per batch of `in_order`."""
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
 class FlatIndex(VectorIndex):

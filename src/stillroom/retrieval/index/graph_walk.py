@@ -8,14 +8,12 @@ rounding may be visited in another order. faiss computes the scores of results, 
 
 from typing import Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_graph_walk import HIDDEN, enter, rows_of, walk
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.vector_index import exact_scores
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
 class WalkableGraph:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, best_of, ranked_arrays, sorted_arrays
 from stillroom.retrieval.vector_index import VectorIndex, exact_scores, stages
 
@@ -28,8 +28,6 @@ _MAX_EF_SEARCH = 4096
 
 _BLOCK = 4096
 """Vectors per batch of `in_order`."""
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
 COMPARED_PER_CANDIDATE = 10

@@ -9,7 +9,6 @@ give the same lists and codes, however they are batched and with any number of t
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +18,7 @@ from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.index.flat import FlatIndex
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
 from stillroom.retrieval.tiers.tiered_ivf import entries_of, scan
 from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
@@ -34,8 +34,6 @@ _PQ_TRAINING = {"niter": 10, "max_points_per_centroid": 64}
 
 _SUBVECTOR = 8
 """Default dimensions per subquantizer: 32 times smaller than float32 at 8 bits."""
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 
 class IvfPqIndex(VectorIndex):

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +21,7 @@ from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, ranked_arrays
 from stillroom.retrieval.tiers.hot_lists import Counts, DriftRules, HotLists, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, blocks, write_list_file
@@ -32,8 +32,6 @@ from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
 
 if TYPE_CHECKING:  # it imports torch, which an index without devices does not need
     from stillroom.retrieval.tiers.device_lists import DeviceLists
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 _BATCH = 4096
 """Vectors per batch of `add`, so that few are in RAM before the first training."""
@@ -215,7 +213,8 @@ class TieredIvfPqIndex(VectorIndex):
         best = np.full((len(queries), k), -1, dtype=np.int64)
         scores = np.full((len(queries), k), -np.inf, dtype=np.float32)
         for ids, vectors in self._rows.in_order():
-            more = run_in_short_lived_thread(partial(faiss.knn, queries, vectors, min(k, len(vectors)), _IP))
+            product = faiss.METRIC_INNER_PRODUCT
+            more = run_in_short_lived_thread(partial(faiss.knn, queries, vectors, min(k, len(vectors)), product))
             scores = np.concatenate([scores, more[0]], axis=1)
             best = np.concatenate([best, ids[more[1]]], axis=1)
             order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
@@ -377,6 +376,3 @@ def _devices(config: IndexConfig) -> tuple[str, ...]:
     from stillroom.retrieval.tiers.device_lists import parse_devices
 
     return parse_devices(config.devices)
-
-
-_IP = faiss.METRIC_INNER_PRODUCT

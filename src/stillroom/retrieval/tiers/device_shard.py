@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import faiss as _faiss
 import numpy as np
 import torch
 
 from stillroom.errors import ConfigError
 from stillroom.ops import pq_scan
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import first_arrays
 from stillroom.retrieval.tiers.list_file import Entries
 from stillroom.retrieval.tiers.partition import Lists, Nearness
 from stillroom.retrieval.tiers.tiered_ivf import Scored, Vectors, entries_of
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 _SCORED_AT_ONCE = 2**24
 """Scores per launch: 64 MiB, and a few times as much for temporaries."""

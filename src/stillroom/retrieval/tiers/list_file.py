@@ -21,16 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.private_files import open_file
 from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval.atomic_files import replace_durably
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.tiers.partition import Lists
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 Vectors = NDArray[np.float32]
 Entries = tuple[NDArray[np.int64], NDArray[np.uint8]]

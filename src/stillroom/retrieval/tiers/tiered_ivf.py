@@ -19,16 +19,14 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import first_arrays, with_ties
 from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import Lists, Nearness, Partition
 from stillroom.retrieval.vector_index import one_thread
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 Vectors = NDArray[np.float32]
 Scored = tuple[NDArray[np.int64], NDArray[np.float32]]

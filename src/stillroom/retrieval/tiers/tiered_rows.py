@@ -11,7 +11,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import faiss as _faiss
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,13 +18,12 @@ from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.allowed_lists import AllowedLists
+from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, best_of
 from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.tiers.partition import Lists, Nearness
 from stillroom.retrieval.tiers.scratch_files import Spill
 from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, all_entries, scan, without_entries
-
-faiss: Any = _faiss  # its type information lacks names that are made at import
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
