@@ -1,8 +1,8 @@
 """BERT's encoder: post-norm, learned positions. The embedder and the bundled reader compute with it.
 
 The names of its tensors are its own; `tensors_of_checkpoint` reads those of published checkpoints. Attention is written
-with matrix products: at these lengths they are faster on a CPU than the fused kernel, except under autocast, which
-would convert the scores of all pairs twice.
+with matrix products, a few rows at a time: at these lengths they are faster on a CPU than the fused kernel, except
+under autocast, which would convert the scores of all pairs twice.
 """
 
 from collections.abc import Mapping
@@ -46,12 +46,32 @@ class _Layer(nn.Module):
         if torch.is_autocast_enabled(hidden.device.type):
             attended = F.scaled_dot_product_attention(query, key, value, bias.to(query.dtype))
         else:
-            scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)) + bias
-            attended = torch.matmul(torch.softmax(scores, dim=-1), value)
+            attended = _attended(query * query.shape[-1] ** -0.5, key, value, bias)
         attended = attended.transpose(1, 2).reshape(num_rows, length, size)
         hidden = self.norm_1(hidden + F.dropout(self.out(attended), dropout))
         normed: Tensor = self.norm_2(hidden + F.dropout(self.down(F.gelu(self.up(hidden))), dropout))
         return normed
+
+
+_SCORES_AT_ONCE = 2**18
+"""Scores that are computed at a time on a CPU, so that they stay in its cache until they are multiplied."""
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Return attention of each row's tokens to each other, [rows, heads, tokens, head_size], as all arguments but bias.
+
+    Args:
+        query: scaled.
+        bias: [rows, 1, 1, tokens], added to the scores.
+    """
+    num_rows, num_heads, length, _ = query.shape
+    num_at_once = max(1, _SCORES_AT_ONCE // (num_heads * length**2)) if query.device.type == "cpu" else num_rows
+    attended = []
+    for first in range(0, num_rows, num_at_once):
+        rows = slice(first, first + num_at_once)
+        scores = query[rows] @ key[rows].transpose(-1, -2) + bias[rows]
+        attended.append(torch.softmax(scores, dim=-1) @ value[rows])
+    return torch.cat(attended)
 
 
 class BertEncoder(nn.Module):
