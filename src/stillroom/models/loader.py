@@ -12,6 +12,7 @@ from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
 from stillroom.models.bundled_models import short_name
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
+from stillroom.models.device import torch_device
 from stillroom.models.mixture_of_experts import GatedMlp
 from stillroom.models.spec import AGAIN, ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
@@ -95,22 +96,6 @@ def load_decoder(
         raise ConfigError(f"runtime.weights = {weights!r} runs on a CPU only, not on {target}; leave it out")
     read = _Reader(WeightFiles(folder), target, torch_dtype, spec.has_offset_norms, weights)
     return Decoder(spec, _load_weights(spec, read))
-
-
-def torch_device(name: str) -> torch.device:
-    """Return a torch device that works; `auto` is CUDA if there is a GPU, else the CPU.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        number = torch.zeros(1, device=name)
-        number.item()  # fails on `meta`
-        return number.device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _torch_dtype(config: dict[str, Any], dtype: Dtype) -> torch.dtype:

@@ -25,7 +25,7 @@ from stillroom.engine.reader_engine import ReaderAnswer, ReaderEngine, ReaderPro
 from stillroom.errors import UsageError
 from stillroom.models.bundled_models import short_name
 from stillroom.models.checkpoint import read_json
-from stillroom.models.loader import torch_device
+from stillroom.models.device import torch_device
 from stillroom.models.reader import Passage, Reader, load_reader
 from stillroom.ops.bfloat16 import has_bfloat16
 from stillroom.ops.thread_pools import run_in_short_lived_thread
