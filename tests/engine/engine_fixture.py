@@ -42,6 +42,7 @@ class EngineFixture:
         profile: CostProfile = PROFILE,
         bits: int = 16,
         document_prompt: DocumentPrompt | None = None,
+        prompt_lookup: int = 0,
         **changes: Any,
     ) -> None:
         """
@@ -58,6 +59,7 @@ class EngineFixture:
             max_num_seqs=6,
             max_num_batched_tokens=33,
             request_timeout_s=timeout,
+            prompt_lookup=prompt_lookup,
         )
         host_bytes, disk_bytes = host_tokens * per_token, disk_records * size_on_disk(10 * per_token)
         reuse = ReuseConfig(host_bytes=host_bytes, disk_bytes=disk_bytes, tail_blocks=1, **changes)

@@ -19,7 +19,7 @@ from stillroom.models.loader import load_decoder
 from tests.fakes import ManualClock
 
 
-def engine_on(
+def engine_on(  # noqa: PLR0913  one parameter per size
     folder: Path,
     *,
     num_blocks: int = 256,
@@ -27,13 +27,17 @@ def engine_on(
     max_num_batched_tokens: int = 512,
     dtype: Dtype = "auto",
     device: str = "cpu",
+    prompt_lookup: int = 0,
 ) -> Engine:
     """Return an engine whose KV pool has exactly `num_blocks` blocks."""
     decoder = _decoder(folder, dtype, device)
     spec = decoder.spec
     per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize * 16
     config = RuntimeConfig(
-        kv_bytes=num_blocks * per_block, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        kv_bytes=num_blocks * per_block,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prompt_lookup=prompt_lookup,
     )
     return build_engine(decoder, config, ManualClock())[0]
 

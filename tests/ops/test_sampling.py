@@ -48,6 +48,9 @@ class FixedConstraint:
     def allowed(self) -> NDArray[np.int32]:
         return self._words
 
+    def allows(self, token_id: int) -> bool:
+        raise AssertionError("sampling proposes nothing")
+
     def advance(self, token_id: int) -> None:
         raise AssertionError("sampling moves no constraint")
 

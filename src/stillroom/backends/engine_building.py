@@ -189,6 +189,7 @@ def _limits(decoder: Decoder, config: RuntimeConfig, reuse: ReuseConfig | None =
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
         max_model_len=decoder.spec.max_positions,
         batch_delay_s=config.batch_delay_ms / 1000,
+        max_proposed_tokens=config.prompt_lookup,
         fixed_tail_tokens=tail_blocks * config.block_size if config.fixed_shapes else 0,
     )
 

@@ -67,6 +67,10 @@ class RuntimeConfig:
     max_num_batched_tokens: int = 512
     """Token budget of one step. Larger budgets give faster prefill and longer gaps between tokens of running
     requests."""
+    prompt_lookup: AtLeastZero = 0
+    """Most tokens that prompt lookup proposes per step and answer: the continuation of the answer's last tokens where
+    they occur earlier in it or in its prompt. A step that computes several right ones saves time; the number follows
+    the measured gain (docs/runtime.md). 0: none."""
     fixed_shapes: bool = False
     """Compute each piece of a prompt (system prompt, document, 64 tokens of the question) in its own step. Exact reuse
     is then bit-identical in bfloat16 too, while one request runs at a time. Slower: small documents do not fill a step,

@@ -3,7 +3,7 @@
 Arrays are views of the scheduler's state, valid until the step's result is returned.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,7 +70,8 @@ class ScheduledSequence(NamedTuple):
     slots: NDArray[np.int64]
     """Shape [first_position + n]: the slot of every token attended to, in order of position. The last n are written."""
     samples: tuple[SampleSpec, ...]
-    """Samples from the logits of the last token; empty for every piece of a prompt but the last."""
+    """Samples from the logits of the last token; empty for every piece of a prompt but the last. With proposed tokens:
+    one from the token before them, and one from each of them."""
     positions: NDArray[np.int64] | None = None
     """Shape [n], ascending: positions of the tokens, if there are gaps between them; the last one is the last slot's.
     Each token attends to the context up to itself and is written to its own slot."""
@@ -81,10 +82,26 @@ class ScheduledSequence(NamedTuple):
     """Deviation pass: runs the first layers only and measures the distance of the tokens' kept values from those
     computed now (CacheBlend); samples nothing."""
     mass_request: MassRequest | None = None
+    num_proposed: int = 0
+    """Prompt lookup: the last `num_proposed` tokens are proposed, to be kept as far as sampling picks the same ones.
+    The sequence decodes: one token is before them."""
 
     @property
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def proposed(self) -> NDArray[np.int64]:
+        """Shape [num_proposed]."""
+        return self.token_ids[self.num_scheduled_tokens - self.num_proposed :]
+
+    @property
+    def without_proposed(self) -> "ScheduledSequence":
+        """The same entry without proposed tokens."""
+        if not self.num_proposed:
+            return self
+        slots = self.slots[: len(self.slots) - self.num_proposed]
+        return self._replace(token_ids=self.token_ids[:1], slots=slots, samples=self.samples[:1], num_proposed=0)
 
     @property
     def all_positions(self) -> NDArray[np.int64]:
@@ -127,6 +144,12 @@ class TokenLogprobs:
     """Token and log probability of the most likely tokens, most likely first; `SamplingParams.logprobs` of them."""
 
 
+class SampledToken(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    """For requests with `SamplingParams.logprobs`."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results of a step, by request."""
@@ -143,5 +166,36 @@ class StepResult:
     for a token without kept KV."""
     masses: Mapping[RequestId, AttentionMasses] = field(default_factory=dict)
     """For sequences with a `Weighing`."""
+    following: Mapping[RequestId, tuple[SampledToken, ...]] = field(default_factory=dict)
+    """For entries with proposed tokens: the token sampled after each of them, up to the first whose logits hold NaN or
+    an infinity. Those after a rejected token are meaningless."""
     non_finite: frozenset[RequestId] = frozenset()
     """Requests whose logits or attention hold NaN or an infinity; their other results are meaningless."""
+
+    @classmethod
+    def of_samples(
+        cls, specs: Sequence[SampleSpec], picked: Sequence[SampledToken], broken: Collection[int] = ()
+    ) -> "StepResult":
+        """Return the result of a step with these samples; further samples of a request follow its proposed tokens.
+
+        Args:
+            broken: indexes of samples whose logits hold NaN or an infinity.
+        """
+        first: dict[RequestId, SampledToken] = {}
+        following: dict[RequestId, tuple[SampledToken, ...]] = {}
+        ended: set[RequestId] = set()
+        for index, (spec, token) in enumerate(zip(specs, picked, strict=True)):
+            name = spec.request_id
+            if index in broken:
+                ended.add(name)
+            if name not in first:
+                first[name] = token
+            elif name not in ended:
+                following[name] = (*following.get(name, ()), token)
+        broken_first = (specs[index].request_id for index in broken if first[specs[index].request_id] is picked[index])
+        return cls(
+            {name: token.token_id for name, token in first.items()},
+            {name: token.logprobs for name, token in first.items() if token.logprobs is not None},
+            following=following,
+            non_finite=frozenset(broken_first),
+        )

@@ -120,6 +120,10 @@ class TokenConstraint(Protocol):
         """Return one bit per token of the vocabulary, lowest bit first; at least one is set."""
         ...
 
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may come next; appends nothing."""
+        ...
+
     def advance(self, token_id: int) -> None:
         """Append a token. Precondition: it is allowed."""
         ...

@@ -241,7 +241,7 @@ class Engine:
             self._isolation.take_executing()
             return
         now = self.clock.monotonic()
-        updates = self.scheduler.update(batch, result, began)
+        updates = self.scheduler.update(batch, result, began, now)
         self._recovery.end_streak()
         self._events += self._events_of(updates, now)
 

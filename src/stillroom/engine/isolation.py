@@ -1,8 +1,9 @@
 """Executes batches so that a failing sequence ends without ending the others.
 
 After a failure the sequences of the batch run one by one. That is sound because a sequence writes KV to its own slots
-only, and the same KV each time. Two things cannot be repeated: a deviation pass compares KV with what it overwrites,
-and the source of a block copy may have been written to since. Sequences with either start again from their tokens.
+only, and the same KV each time. Proposed tokens are left out, since one of them may have made the step fail. Two things
+cannot be repeated: a deviation pass compares KV with what it overwrites, and the source of a block copy may have been
+written to since. Sequences with either start again from their tokens.
 
 A device can be lost without an error that names a sequence. So while there are suspects, every step that has one runs
 its sequences one by one, until each suspect has got a token or has ended.
@@ -104,7 +105,7 @@ class Isolation:
         targets = {copy.target for copy in batch.copies} if error is not None else set()
         outcome = BatchOutcome(batch, StepResult({}))
         entries, results = [], []
-        for entry in batch.sequences:
+        for entry in (one.without_proposed for one in batch.sequences):
             if error is not None and (entry.is_deviation_pass or self._reads(entry, targets)):
                 outcome.interrupted[entry.request_id] = error
                 continue

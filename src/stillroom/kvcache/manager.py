@@ -232,6 +232,20 @@ class KVCacheManager:
         self.pool.release([shared])
         return Appended(BlockCopy(shared, blocks[0]))
 
+    def extend(self, table: BlockTable, num_tokens: int) -> None:
+        """Add slots for up to `num_tokens` tokens in all, as far as its own and free blocks reach."""
+        while table.num_slots < num_tokens and self.pool.ref_count(table.block_ids[-1]) == 1:
+            if not table.is_full:
+                table.append_token()
+            elif (blocks := self.pool.try_allocate(1)) is not None:
+                table.append_segment(blocks, 1)
+            else:
+                return
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """Remove the slots behind `num_tokens` tokens. Precondition: they were added by `extend`."""
+        self.pool.release(table.truncate(num_tokens))
+
     def fork(self, lease: Lease, into: Lease) -> None:
         """Make an empty lease a copy of this one. Both read the same blocks and write into none of them."""
         into.table.copy_from(lease.table)

@@ -47,6 +47,11 @@ class JsonConstraint:
         return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
 
     @panics_as_errors("llguidance")
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may come next."""
+        return bool(self._matcher.validate_tokens([token_id]))
+
+    @panics_as_errors("llguidance")
     def advance(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)
 

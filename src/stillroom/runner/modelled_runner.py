@@ -7,6 +7,7 @@ requests give the same steps. Log probabilities and constraints are not modelled
 """
 
 import zlib
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from stillroom.core.batch import (
     AttentionMasses,
     Batch,
     MassRequest,
+    SampledToken,
     SampleSpec,
     ScheduledSequence,
     StepResult,
@@ -65,8 +67,9 @@ class ModelledRunner:
         """See `Runner.execute`. Advances the clock by the time of the step."""
         self._clock.advance(self.step_seconds(batch))
         entries = batch.sequences
-        return StepResult(
-            {spec.request_id: self._token(spec) for entry in entries for spec in entry.samples},
+        specs = [spec for entry in entries for spec in entry.samples]
+        return replace(
+            StepResult.of_samples(specs, [SampledToken(self._token(spec)) for spec in specs]),
             attention={entry.request_id: self._attention(entry) for entry in entries if entry.is_query_pass},
             deviations={entry.request_id: self._deviations(entry) for entry in entries if entry.is_deviation_pass},
             masses={

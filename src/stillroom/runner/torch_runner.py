@@ -15,10 +15,12 @@ from stillroom.core.batch import (
     DEVIATION_LAYERS,
     AttentionMasses,
     Batch,
+    SampledToken,
     SampleSpec,
     ScheduledSequence,
     StepResult,
     StepStopped,
+    TokenLogprobs,
 )
 from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams
@@ -74,7 +76,7 @@ class TorchRunner:
             batch = Batch(tuple(one for one in batch.sequences if not one.is_deviation_pass))
         if not batch.sequences:
             return StepResult({}, deviations=deviations)
-        sampling = [sequence.samples for sequence in batch.sequences if sequence.samples]
+        sampling = [row for sequence in batch.sequences for row in _sampled_rows(sequence)]
         attention: dict[RequestId, NDArray[np.float32]] = {}
         masses: dict[RequestId, AttentionMasses] = {}
         if self.decoding is not None and self.decoding.supports(batch):
@@ -87,15 +89,16 @@ class TorchRunner:
             hidden_BM = self.decoder.hidden_states(packed, self._layers(batch), observing.observer)
             attention, masses = observing.results()
             if not sampling:
-                return StepResult({}, {}, attention, deviations, masses, _non_finite(attention))
+                return StepResult({}, {}, attention, deviations, masses, non_finite=_non_finite(attention))
             logits_BV = self.decoder.logits(hidden_BM)
-        non_finite = _non_finite(attention)
         if broken := non_finite_rows(logits_BV):
-            non_finite |= {spec.request_id for row in broken for spec in sampling[row]}
             logits_BV = logits_BV.index_fill(0, torch.tensor(broken, device=logits_BV.device), 0.0)
         if len(rows := [row for row, samples in enumerate(sampling) for _ in samples]) > len(sampling):
             logits_BV = logits_BV[rows]  # several samples are drawn from the same logits
-        picked = _sampled(logits_BV, [spec for samples in sampling for spec in samples])
+        specs = [spec for samples in sampling for spec in samples]
+        is_broken = frozenset(index for index, row in enumerate(rows) if row in broken)
+        picked = StepResult.of_samples(specs, _sampled(logits_BV, specs), is_broken)
+        non_finite = picked.non_finite | _non_finite(attention)
         return replace(picked, attention=attention, deviations=deviations, masses=masses, non_finite=non_finite)
 
     def _layers(self, batch: Batch) -> LayerKV:
@@ -153,8 +156,8 @@ class TorchRunner:
             spans.append(
                 AttentionSpan(start, end, self._context(sequence), len(sequence.slots), self._context_indices(sequence))
             )
-            if sequence.samples:  # only a sequence's last token predicts something new
-                wanted.append(end - 1)
+            if sequence.samples:  # only a sequence's last token, and those before and among proposed ones, predict
+                wanted += range(end - 1 - sequence.num_proposed, end)
             start = end
         return PackedInput(
             token_ids_T=to_device(np.concatenate([s.token_ids for s in sequences]), device),
@@ -213,13 +216,18 @@ class _BatchObserver:
         return attention, {name: observer.masses() for name, observer in self._masses.items()}
 
 
-def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> StepResult:
+def _sampled_rows(sequence: ScheduledSequence) -> list[tuple[SampleSpec, ...]]:
+    """Return the samples of each row whose logits are wanted."""
+    if sequence.num_proposed:
+        return [(spec,) for spec in sequence.samples]
+    return [sequence.samples] if sequence.samples else []
+
+
+def _sampled(logits_BV: torch.Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
     token_ids = sample(logits_BV, specs)
-    picked = {spec.request_id: token_id for spec, token_id in zip(specs, token_ids, strict=True)}
-    wanted = [(row, spec, spec.params.logprobs) for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-    if not wanted:
-        return StepResult(picked)
-    rows = [row for row, _, _ in wanted]
-    found = logprobs(logits_BV[rows], [token_ids[row] for row in rows], [count for _, _, count in wanted])
-    logprobs_of = {spec.request_id: one for (_, spec, _), one in zip(wanted, found, strict=True)}
-    return StepResult(picked, logprobs_of)
+    wanted = [(row, spec.params.logprobs) for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    found: dict[int, TokenLogprobs] = {}
+    if wanted:
+        rows, counts = [row for row, _ in wanted], [count for _, count in wanted]
+        found = dict(zip(rows, logprobs(logits_BV[rows], [token_ids[row] for row in rows], counts), strict=True))
+    return [SampledToken(token_id, found.get(row)) for row, token_id in enumerate(token_ids)]

@@ -19,6 +19,8 @@ class SchedulerLimits:
     """Longest time that the oldest waiting request is delayed to fill a batch, while no request runs."""
     preparing_tokens: int = 64
     """Most tokens of a preparing prompt or an audit in one step, so that a question that arrives does not wait long."""
+    max_proposed_tokens: int = 0
+    """Most tokens that prompt lookup proposes for a sequence in a step. None with fixed shapes."""
     fixed_tail_tokens: int = 0
     """If not 0, shapes are fixed: each piece of a prompt is computed in a step of its own, whether the pieces before it
     were kept or computed. The last segment is cut into pieces of this many tokens."""

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from stillroom.core.batch import Batch, BlockCopy, ScheduledSequence, StepResult
+from stillroom.core.batch import Batch, BlockCopy, SampledToken, ScheduledSequence, StepResult
 from stillroom.core.ids import BlockId, ChunkId, RequestId
 from stillroom.core.kv import owner_of
 from stillroom.core.request import FinishReason, Request
@@ -22,6 +22,7 @@ from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.pieces import piece_ends
 from stillroom.scheduler.limits import SchedulerLimits, check_request
 from stillroom.scheduler.policy import AdmissionCandidate, Policy, first_come
+from stillroom.scheduler.proposer import Proposer, sampled_tokens
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 from stillroom.scheduler.sequence_update import SequenceUpdate, append_sampled_token
@@ -48,6 +49,7 @@ class Scheduler:
             kv.watch_changes()
         self._running: dict[RequestId, Sequence] = {}  # in order of admission
         self._num_arrivals = 0
+        self.proposer = Proposer(kv, 0 if limits.fixed_tail_tokens else limits.max_proposed_tokens)
         self._was_prefill = False  # kind of the last step with fixed shapes
         self.delayed_until: float | None = None
         """Set by `schedule`: time until which the batch waits for more requests; None if it does not wait."""
@@ -167,6 +169,7 @@ class Scheduler:
         while budget > 0 and not has_preempted and (admitted := self._try_admit(now)) is not None:
             scheduled.append(schedule_tokens(admitted, self._at_most(admitted, budget)))
             budget -= scheduled[-1].num_scheduled_tokens
+        scheduled = self.proposer.extended(scheduled, [self._running[one.request_id] for one in scheduled], budget)
         return Batch(tuple(scheduled), tuple(copies)) if scheduled else None
 
     def _schedule_fixed_shapes(self, now: float) -> Batch | None:
@@ -189,14 +192,16 @@ class Scheduler:
         request = sequence.request
         return min(budget, self.limits.preparing_tokens) if request.prepares or request.is_background else budget
 
-    def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
-        """Record that a step ran; returns an update for each sequence that sampled a token.
+    def update(self, batch: Batch, result: StepResult, began: float = 0.0, ended: float = 0.0) -> list[SequenceUpdate]:
+        """Record that a step ran; returns an update for each sampled token.
 
         Work that may need the device comes first. If it raises, no sequence has got a token.
 
         Args:
             began: time when computing the step began.
+            ended: time when it ended.
         """
+        self.proposer.observe_step(batch.sequences, ended - began)
         recorded = [(entry, self._record(entry, result, began)) for entry in batch.sequences]
         updates = []
         for entry, error in recorded:
@@ -204,7 +209,11 @@ class Scheduler:
             if error is not None:
                 updates += self._abort_non_finite(sequence, error)
             elif entry.samples:
-                updates += [self._advance(branch, result) for branch in [sequence, *self._fork(sequence)]]
+                followers = self._fork(sequence)
+                updates += self._advance(sequence, entry, sampled_tokens(entry, result))
+                for one in followers:
+                    sampled = SampledToken(result.token_ids[one.request_id], result.logprobs.get(one.request_id))
+                    updates += self._advance(one, entry, [sampled])
         return updates
 
     def check_integrity(self) -> None:
@@ -234,7 +243,9 @@ class Scheduler:
             self.kv.take_masses(sequence.lease, entry.all_positions, result.masses[entry.request_id])
         try:
             if sequence.lease.recompute is None:
-                sequence.num_computed += entry.num_scheduled_tokens
+                sequence.num_computed += entry.num_scheduled_tokens - entry.num_proposed
+                if entry.num_proposed:
+                    sequence.num_computed += len(sampled_tokens(entry, result)) - 1
             elif not self._advance_repair(sequence, entry, result):
                 return None
             self.kv.commit(sequence.lease, sequence.num_computed)
@@ -251,11 +262,17 @@ class Scheduler:
             self._finish(one)
         return [SequenceUpdate(one.request_id, None, FinishReason.ABORTED, error=error) for one in group]
 
-    def _advance(self, sequence: Sequence, result: StepResult) -> SequenceUpdate:
-        update = append_sampled_token(sequence, result)
-        if update.finish_reason is not None:
+    def _advance(
+        self, sequence: Sequence, entry: ScheduledSequence, sampled: list[SampledToken]
+    ) -> list[SequenceUpdate]:
+        """Append the tokens of a step; returns an update for each. Only the last one can end the sequence."""
+        self.proposer.observe(entry, sequence, sampled)
+        updates = [append_sampled_token(sequence, one) for one in sampled]
+        if updates[-1].finish_reason is not None:
             self._finish(sequence)
-        return update
+        else:
+            self.proposer.release_rejected(sequence)
+        return updates
 
     @property
     def _num_reserved_seqs(self) -> int:

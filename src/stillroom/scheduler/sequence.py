@@ -17,6 +17,7 @@ from stillroom.core.request import Admission, Request
 from stillroom.errors import UsageError
 from stillroom.kvcache.blocks.block_table import BlockTable
 from stillroom.kvcache.lease import Lease
+from stillroom.scheduler.prompt_lookup import SequenceLookup
 
 
 class Status(StrEnum):
@@ -40,6 +41,7 @@ class Sequence:
         "cuts",
         "followers",
         "lease",
+        "lookup",
         "num_computed",
         "num_prompt_tokens",
         "num_tokens",
@@ -71,6 +73,7 @@ class Sequence:
         """Positions that selective recompute still has to run, ascending; None without one and before its query
         pass."""
         self.constraint = None if request.constraint is None else request.constraint.copy()
+        self.lookup = SequenceLookup()
         self.followers: list[Sequence] = []
         """Other samples of this prompt; they fork from this sequence when its prompt has run."""
         self._token_ids: NDArray[np.int64] = np.empty(

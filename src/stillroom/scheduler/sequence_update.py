@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stillroom.core.batch import StepResult, TokenLogprobs
+from stillroom.core.batch import SampledToken, TokenLogprobs
 from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason
 from stillroom.core.reuse import PromptReuse
@@ -28,9 +28,9 @@ class SequenceUpdate:
     """Why the request was aborted."""
 
 
-def append_sampled_token(sequence: Sequence, result: StepResult) -> SequenceUpdate:
+def append_sampled_token(sequence: Sequence, sampled: SampledToken) -> SequenceUpdate:
     """Append the token sampled for a sequence, unless it is a stop token; the caller ends a finished sequence."""
-    token_id = result.token_ids[sequence.request_id]
+    token_id = sampled.token_id
     is_answer = token_id not in sequence.request.stop_token_ids
     if is_answer:
         sequence.append(token_id)
@@ -46,7 +46,7 @@ def append_sampled_token(sequence: Sequence, result: StepResult) -> SequenceUpda
         sequence.request_id,
         token_id if is_answer else None,
         reason,
-        result.logprobs.get(sequence.request_id) if is_answer else None,
+        sampled.logprobs if is_answer else None,
         sequence.lease.reuse if is_first else None,
         sequence.admission if is_first else None,
     )

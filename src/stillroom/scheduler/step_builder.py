@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.batch import MassRequest, SampleSpec, ScheduledSequence
-from stillroom.core.request import uniform_at
+from stillroom.core.request import TokenConstraint, uniform_at
 from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
 from stillroom.scheduler.sequence import Sequence
 
@@ -22,6 +22,41 @@ def schedule_tokens(sequence: Sequence, budget: int) -> ScheduledSequence:
     token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
     mass_request = _mass_request(sequence, np.arange(start, end)) if sequence.lease.mass_sampler is not None else None
     return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, mass_request=mass_request)
+
+
+def schedule_proposal(sequence: Sequence, proposed: NDArray[np.int64]) -> ScheduledSequence:
+    """Return the next token of a decoding sequence with proposed tokens behind it, as far as the answer can continue
+    behind them.
+
+    Precondition: the sequence has slots for all of them, and no selective recompute.
+    """
+    constraints = _constraints(sequence.constraint, proposed.tolist())
+    start, num_tokens = sequence.num_computed, sequence.num_tokens
+    token_ids = np.concatenate([sequence.tokens(0, num_tokens), proposed[: len(constraints) - 1]])
+    samples = tuple(
+        _sample_spec(sequence, token_ids[: num_tokens + place], constraint)
+        for place, constraint in enumerate(constraints)
+    )
+    slots = sequence.table.slots[: len(token_ids)]
+    return ScheduledSequence(
+        sequence.request_id, token_ids[start:], start, slots, samples, num_proposed=len(samples) - 1
+    )
+
+
+def _constraints(constraint: TokenConstraint | None, proposed: list[int]) -> list[TokenConstraint | None]:
+    """Return the constraint now, and its states behind the proposed tokens up to the first that it does not allow or
+    that ends the answer."""
+    states = [constraint]
+    for token_id in proposed:
+        if constraint is not None:
+            if not constraint.allows(token_id):
+                break
+            constraint = constraint.copy()
+            constraint.advance(token_id)
+            if constraint.is_complete or constraint.error is not None:
+                break
+        states.append(constraint)
+    return states
 
 
 def _schedule_recompute(sequence: Sequence, recompute: SelectiveRecompute, budget: int) -> ScheduledSequence:
@@ -70,17 +105,20 @@ def _mass_request(sequence: Sequence, positions: NDArray[np.int64]) -> MassReque
 
 
 def _samples(sequence: Sequence) -> tuple[SampleSpec, ...]:
-    return (_sample_spec(sequence), *map(_sample_spec, sequence.followers))
+    samples = (sequence, *sequence.followers)
+    return tuple(_sample_spec(one, one.tokens(0, one.num_tokens), one.constraint) for one in samples)
 
 
-def _sample_spec(sequence: Sequence) -> SampleSpec:
+def _sample_spec(sequence: Sequence, token_ids: NDArray[np.int64], constraint: TokenConstraint | None) -> SampleSpec:
+    """Return how the token after these is picked: by a function of them and of the request, whatever the step."""
     request, params = sequence.request, sequence.request.sampling
+    num_generated = len(token_ids) - sequence.num_prompt_tokens
     return SampleSpec(
         request_id=request.request_id,
         params=params,
-        uniform=0.0 if params.is_greedy else uniform_at(params.seed, sequence.num_generated),
-        token_ids=sequence.tokens(0, sequence.num_tokens),
+        uniform=0.0 if params.is_greedy else uniform_at(params.seed, num_generated),
+        token_ids=token_ids,
         num_prompt_tokens=sequence.num_prompt_tokens,
-        forbidden=request.stop_token_ids if sequence.num_generated < params.min_tokens else frozenset(),
-        constraint=sequence.constraint,
+        forbidden=request.stop_token_ids if num_generated < params.min_tokens else frozenset(),
+        constraint=constraint,
     )

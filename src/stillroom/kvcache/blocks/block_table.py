@@ -76,6 +76,20 @@ class BlockTable:
         self.num_slots += 1
         self._room -= 1
 
+    def truncate(self, num_tokens: int) -> list[BlockId]:
+        """Remove the slots behind `num_tokens` tokens; return the emptied blocks for the caller to release.
+
+        Precondition: the removed slots were appended token by token.
+        """
+        emptied: list[BlockId] = []
+        while self.num_slots > num_tokens:
+            self.num_slots -= 1
+            self._room += 1
+            if self._room == self.block_size:
+                emptied.append(self.block_ids.pop())
+                self._room = 0
+        return emptied
+
     def copy_from(self, other: "BlockTable") -> None:
         """Take the blocks and slots of another table; the caller acquires the blocks. Precondition: this is empty."""
         assert not self.block_ids, "a table that holds blocks cannot take over others"

@@ -213,9 +213,9 @@ class _TimedScheduler(Scheduler):
         self.seconds.append(time.perf_counter() - started)
         return batch
 
-    def update(self, batch: Batch, result: StepResult, began: float = 0.0) -> list[SequenceUpdate]:
+    def update(self, batch: Batch, result: StepResult, began: float = 0.0, ended: float = 0.0) -> list[SequenceUpdate]:
         started = time.perf_counter()
-        updates = super().update(batch, result, began)
+        updates = super().update(batch, result, began, ended)
         self.seconds[-1] += time.perf_counter() - started
         return updates
 
