@@ -17,7 +17,7 @@ from tests.server.fakes import FakeStillroom
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "highlight", "confidence"]
-KEYS += ["warnings", "timing", "reuse", "speculation", "citations", "num_generated_tokens"]
+KEYS += ["warnings", "timing", "reuse", "speculation", "lookup", "citations", "num_generated_tokens"]
 
 
 def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:

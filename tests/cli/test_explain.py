@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stillroom.core.request import LookupCounts
 from stillroom.rag.answer import (
     Answer,
     Citation,
@@ -225,6 +226,15 @@ def test_outcome_of_speculative_prefill_is_shown(run: Run, report: SpeculationRe
     lines = run("explain", "--kb", "kb").out.splitlines()
     assert f"Overlap: {told}" in lines
     assert run("explain", "--kb", "kb", "--json").json["speculation"]["outcome"] == report.outcome
+
+
+def test_proposed_tokens_are_shown(run: Run) -> None:
+    Path("kb").mkdir()
+    remember(answer("req-1", "first"))
+    assert "Lookup" not in run("explain", "--kb", "kb").out
+    remember(replace(answer("req-2", "second"), lookup=LookupCounts(1_200, 900)))
+    assert "Lookup: 900 of 1,200 proposed tokens accepted" in run("explain", "--kb", "kb").out.splitlines()
+    assert run("explain", "--kb", "kb", "--json").json["lookup"] == {"num_proposed": 1_200, "num_accepted": 900}
 
 
 def test_no_overlap_line_without_speculation(run: Run) -> None:

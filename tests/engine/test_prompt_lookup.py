@@ -101,9 +101,8 @@ def test_answer_ends_at_max_tokens_within_an_accepted_run(folder: Path, max_toke
     asked = [request("a", [[3], [4, 5, 6, 7]], max_tokens, logit_bias={5: 90.0})]
     driven = run(folder, asked, lookup=6)
     assert driven.tokens["a"] == [5] * max_tokens
-    assert (
-        driven.engine.scheduler.proposer.accounts.num_accepted == driven.engine.scheduler.proposer.accounts.num_proposed
-    )
+    counts = driven.engine.lookup_counts
+    assert counts.num_accepted == counts.num_proposed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -167,11 +167,14 @@ class LocalBackend:
         return disk.fingerprint if disk is not None and disk.is_writer else None
 
     def readings(self) -> Readings:
+        lookup = self.engine.lookup_counts
+        rejected = lookup.num_proposed - lookup.num_accepted
         return {
             **self.cache.readings(),
             catalogue.DEVICE_LOSSES: self.engine.num_device_losses,
             catalogue.FAILED_STEPS: self.engine.num_failed_steps,
             catalogue.COMPUTE_THREADS: self.threads.count,
+            catalogue.PROPOSED_TOKENS: {"accepted": lookup.num_accepted, "rejected": rejected},
         }
 
     def _prepared(

@@ -88,6 +88,9 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
     if timing.get("queue_seconds") is not None:
         parts = ", ".join(f"{name} {duration(timing[f'{name}_seconds'])}" for name in ("queue", "load", "prefill"))
         line(f"Phases: search {duration(timing['retrieval_seconds'])}, {parts}, decode {_decoding(timing)}")
+    lookup = trace.get("lookup")  # older records have none
+    if lookup and lookup["num_proposed"]:
+        line(f"Lookup: {lookup['num_accepted']:,} of {count(lookup['num_proposed'], 'proposed token')} accepted")
     line(
         f"Timing: retrieval {duration(timing['retrieval_seconds'])}, first token {duration(timing['ttft_seconds'])}, "
         f"total {duration(timing['total_seconds'])} for {count(trace['num_generated_tokens'], 'token')}"

@@ -193,6 +193,16 @@ class Admission:
     """Start of computing. The time before includes loads of other requests that were admitted in the same step."""
 
 
+@dataclass(frozen=True, slots=True)
+class LookupCounts:
+    """Tokens of an answer that prompt lookup proposed (docs/runtime.md)."""
+
+    num_proposed: int = 0
+    """Tokens that were computed before they were sampled."""
+    num_accepted: int = 0
+    """Those that sampling picked too; each saved a step."""
+
+
 def seed_of_sample(seed: int, index: int) -> int:
     """Return the seed of the `index`-th sample of a request: `seed` for the first, else derived from both."""
     if index == 0:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, Request
+from stillroom.core.request import FinishReason, LookupCounts, Request
 from stillroom.engine.backlog import Backlog
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.engine import Engine
@@ -65,6 +65,10 @@ class AsyncEngine:
     @property
     def num_failed_steps(self) -> int:
         return self._engine.num_failed_steps
+
+    @property
+    def lookup_counts(self) -> LookupCounts:
+        return self._engine.lookup_counts
 
     @property
     def num_blocks(self) -> int:

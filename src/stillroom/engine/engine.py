@@ -11,7 +11,7 @@ from dataclasses import replace
 from stillroom.core.batch import Batch, StepResult, StepStopped
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
-from stillroom.core.request import FinishReason, Request
+from stillroom.core.request import FinishReason, LookupCounts, Request
 from stillroom.engine.audit import Audit
 from stillroom.engine.auditing import Auditing
 from stillroom.engine.corpora import Corpora, CorpusView, Existing
@@ -80,6 +80,11 @@ class Engine:
     def num_device_losses(self) -> int:
         """Thread-safe."""
         return self._recovery.num_losses
+
+    @property
+    def lookup_counts(self) -> LookupCounts:
+        """Prompt lookup of all requests. Thread-safe."""
+        return self.scheduler.proposer.accounts.counts
 
     @property
     def retry_in(self) -> float | None:
@@ -270,6 +275,7 @@ class Engine:
                 logprobs=update.logprobs,
                 reuse=update.reuse,
                 admission=update.admission,
+                lookup=update.lookup,
             )
             self._suspects.clear(event.request_id)
             if event.finish_reason is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId
-from stillroom.core.request import Admission, FinishReason
+from stillroom.core.request import Admission, FinishReason, LookupCounts
 from stillroom.core.reuse import PromptReuse
 
 
@@ -42,6 +42,8 @@ class TokenEvent:
     """From the local engine, with the first token."""
     admission: Admission | None = None
     """From the local engine and the reader, with the first token or piece."""
+    lookup: LookupCounts | None = None
+    """Prompt lookup of the request so far, from the local engine; None before the first proposal."""
     highlight: tuple[int, int] | None = None
     """Characters of the whole answer that answer the question; from the reader, the same on every event."""
     confidence: float | None = None

@@ -9,6 +9,7 @@ from stillroom.backends.conversation import Exchange
 from stillroom.config.settings import SearchConfig, SearchMode
 from stillroom.core.arguments import integer, number, one_of, text
 from stillroom.core.ids import RequestId
+from stillroom.core.request import LookupCounts
 from stillroom.errors import UsageError
 
 NO_LIMIT = -1
@@ -319,6 +320,7 @@ class Answer:
     logprobs: tuple[TokenScore, ...] | None = None
     """One per token of `token_ids`, if requested."""
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
+    lookup: LookupCounts = LookupCounts()
     citations: tuple[Citation, ...] = ()
     """In the order of the text; several for a sentence that names several sources. Sentences that state nothing have
     none. Empty if `generation.citations` is off."""
@@ -350,6 +352,7 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "timing": asdict(answer.timing),
         "reuse": asdict(answer.reuse),
         "speculation": asdict(answer.speculation),
+        "lookup": asdict(answer.lookup),
         "citations": [_without_text(citation) for citation in answer.citations],
     }
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
-from stillroom.core.request import Admission, FinishReason
+from stillroom.core.request import Admission, FinishReason, LookupCounts
 from stillroom.core.reuse import PromptReuse, Variant
 from stillroom.engine.events import RemoteUsage, TokenEvent
 from stillroom.errors import RequestAbortedError
@@ -59,6 +59,7 @@ class AnswerProgress:
         self.first_at: float | None = None
         """Time of the first token, on the engine's clock."""
         self._last_at = started.arrival
+        self.lookup = LookupCounts()
         self._admission: Admission | None = None
 
     def note(self, event: TokenEvent) -> None:
@@ -69,6 +70,7 @@ class AnswerProgress:
         if self.first_at is None:
             self.first_at = event.at
         self.reuse = event.reuse or self.reuse
+        self.lookup = event.lookup or self.lookup
         self._admission = self._admission or event.admission
 
     def usage(self) -> RemoteUsage:
@@ -204,6 +206,7 @@ class AnswerCollector:
             num_generated_tokens=usage.num_generated_tokens,
             logprobs=tuple(self.scores) if self.scores else None,
             speculation=self.started.speculation,
+            lookup=self._progress.lookup,
             highlight=_within(self._highlight, len(text)),
             confidence=self._confidence,
             warnings=self.started.warnings,

@@ -97,6 +97,7 @@ def details_as_json(answer: "Answer") -> JsonObject:
         "timing": dataclasses.asdict(answer.timing),
         "reuse": dataclasses.asdict(answer.reuse),
         "speculation": dataclasses.asdict(answer.speculation),
+        "lookup": dataclasses.asdict(answer.lookup),
         "citations": [dataclasses.asdict(citation) for citation in answer.citations],
     }
 

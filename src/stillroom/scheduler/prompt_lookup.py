@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.core.request import LookupCounts
+
 LEAST_MATCHED, MOST_MATCHED = 2, 4
 """Lengths of the suffix that is looked up."""
 
@@ -87,6 +89,11 @@ class SequenceLookup:
     num_proposed: int = 0
     num_accepted: int = 0
 
+    @property
+    def counts(self) -> LookupCounts | None:
+        """Counts of the request; None before the first proposal."""
+        return LookupCounts(self.num_proposed, self.num_accepted) if self.num_proposed else None
+
 
 class StepTimes:
     """Measured times of decoding steps, by number of sequences and rows (tokens)."""
@@ -134,6 +141,10 @@ class LookupAccounts:
         self._times = StepTimes()
         self._rates = {length: AcceptanceRate(0.99) for length in range(LEAST_MATCHED, MOST_MATCHED + 1)}
         self._num_untried = 0
+
+    @property
+    def counts(self) -> LookupCounts:
+        return LookupCounts(self.num_proposed, self.num_accepted)
 
     def lengths(self, lookups: Sequence[SequenceLookup], budget: int) -> list[int]:
         """Return how many tokens of each sequence's proposal to compute in a step of all these sequences.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stillroom.core.batch import SampledToken, TokenLogprobs
 from stillroom.core.ids import RequestId
-from stillroom.core.request import Admission, FinishReason
+from stillroom.core.request import Admission, FinishReason, LookupCounts
 from stillroom.core.reuse import PromptReuse
 from stillroom.errors import NonFiniteError, UsageError
 from stillroom.scheduler.sequence import Sequence
@@ -24,6 +24,8 @@ class SequenceUpdate:
     """Set with the first token."""
     admission: Admission | None = None
     """Set with the first token."""
+    lookup: LookupCounts | None = None
+    """Prompt lookup of the request so far; None before the first proposal."""
     error: UsageError | NonFiniteError | None = None
     """Why the request was aborted."""
 
@@ -49,4 +51,5 @@ def append_sampled_token(sequence: Sequence, sampled: SampledToken) -> SequenceU
         sampled.logprobs if is_answer else None,
         sequence.lease.reuse if is_first else None,
         sequence.admission if is_first else None,
+        sequence.lookup.counts,
     )

@@ -220,6 +220,13 @@ COMPUTE_THREADS = MetricSpec(
     "CPU threads that compute now; fewer while other processes use the cores (docs/runtime.md).",
 )
 
+PROPOSED_TOKENS = MetricSpec(
+    "stillroom_proposed_tokens_total",
+    "counter",
+    "Tokens of answers that prompt lookup proposed: accepted or rejected.",
+    ("outcome",),
+)
+
 # Index and documents
 
 INDEX_LISTS = MetricSpec(

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from stillroom.config.settings import SearchMode
+from stillroom.core.request import LookupCounts
 from stillroom.rag.answer import Citation, ReuseReport, Source, SpeculationReport, Timing
 
 
@@ -52,6 +53,7 @@ class AnswerDetails(BaseModel):
     timing: Timing
     reuse: ReuseReport
     speculation: SpeculationReport
+    lookup: LookupCounts
     citations: list[Citation] = []
     """Of the answer with the index 0."""
 
@@ -68,6 +70,7 @@ class StreamDetails(BaseModel):
     timing: Timing | None = None
     reuse: ReuseReport | None = None
     speculation: SpeculationReport | None = None
+    lookup: LookupCounts | None = None
     citations: list[Citation] | None = None
 
 
