@@ -75,6 +75,13 @@ NEIGHBOURS_HELP = help_text(
     ),
 )
 
+LOOKUP_HELP = help_text(
+    "Measure the time per token of answers that quote their prompt, with and without prompt lookup.",
+    "The answers are given, so both compute the same: they quote everything, half or nothing, in runs. How to read it: "
+    "docs/runtime.md.",
+    examples=("stillroom bench lookup", "stillroom bench lookup --requests 4 --run-length 16 --output lookup.json"),
+)
+
 FIXED_SHAPES_HELP = help_text(
     "Measure runtime.fixed_shapes: how many answers exact prefix reuse changes, and the time to first token.",
     "The same questions over random documents run one at a time, with and without reuse, with and without fixed "
@@ -170,6 +177,7 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, "questions", options.QuestionOptions, _questions, QUESTIONS_HELP)
     add_command(app, "runtime", options.RuntimeOptions, _runtime, RUNTIME_HELP, ["config"])
     add_command(app, "neighbours", options.NeighboursOptions, _neighbours, NEIGHBOURS_HELP, ["config"])
+    add_command(app, "lookup", options.LookupOptions, _lookup, LOOKUP_HELP, ["config"])
     add_command(
         app,
         "fixed-shapes",
@@ -222,6 +230,12 @@ def _neighbours(chosen: options.NeighboursOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.neighbours import run_neighbours
 
     return run_neighbours(chosen, call.work_dir, on_progress=call.say)
+
+
+def _lookup(chosen: options.LookupOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.lookup import run_lookup
+
+    return run_lookup(chosen, call.work_dir, on_progress=call.say)
 
 
 def _fixed_shapes(chosen: options.FixedShapesOptions, call: Call) -> "BenchResult":

@@ -93,6 +93,21 @@ class NeighboursOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class LookupOptions:
+    """Options of `stillroom bench lookup`."""
+
+    model: Path | None = model_flag()
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16", "Data type of the model.")
+    length: int = flag(1024, "Tokens of a prompt.", min=4)
+    answer_length: int = flag(192, "Tokens of an answer.", "--answer-length", min=2)
+    run_length: int = flag(32, "Tokens that are quoted in a row.", "--run-length", min=4)
+    num_requests: int = flag(1, "Answers at the same time.", "--requests", min=1, max=32)
+    num_proposed: int = flag(7, "Most tokens proposed per step and answer (`runtime.prompt_lookup`).", "--most", min=1)
+    repeat: int = repeat_flag(7)
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class FixedShapesOptions:
     """Options of `stillroom bench fixed-shapes`."""
 
