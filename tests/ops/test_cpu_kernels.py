@@ -96,8 +96,10 @@ def test_float16_weights_and_odd_widths_are_widened(num_rows: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 17])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1, 3), (6, 5), (301, 48)])
 def test_int8_products_are_those_of_the_rounded_weights(
-    num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, num_outputs: int, num_inputs: int, has_bias: bool
 ) -> None:
+    monkeypatch.setattr(linear_module, "most_rows_of_int8_kernel", lambda rounds_inputs: 16)
+    monkeypatch.setattr(linear_module, "is_float32_faster", lambda: True)
     weight, x = drawn(num_outputs, num_inputs).bfloat16(), drawn(num_rows, num_inputs, seed=1)
     bias = drawn(num_outputs, seed=2) if has_bias else None
     linear = Linear.int8(torch.split(weight, 2), bias)
