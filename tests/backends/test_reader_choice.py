@@ -151,6 +151,12 @@ WORDS = st.sampled_from(
 )
 
 
+def test_a_bullet_that_introduces_a_list_is_no_item_of_it() -> None:
+    text = "- Rotate:\n  daily or weekly"
+    shown, highlight = quote(text, (2, 8), (0, 9))
+    assert shown[slice(*highlight)] == "Rotate"
+
+
 @given(st.lists(WORDS, min_size=1, max_size=30), st.data())
 def test_the_highlight_is_the_span_whatever_the_text(words: list[str], data: st.DataObject) -> None:
     text = "".join(f"{word} " for word in words)

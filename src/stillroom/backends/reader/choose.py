@@ -99,7 +99,7 @@ def quote(text: str, span: Span, sentence: Span) -> tuple[str, Span]:
 
 def _list_of_item(text: str, start: int, end: int) -> tuple[Span, Span] | None:
     """Return the sentence that introduces the list of an item, and the list; None if the characters [start, end) are no
-    item, no such sentence ends in a colon, or both are long."""
+    item of it, no such sentence ends in a colon, or both are long."""
     lines = _lines(text)
     first = max(index for index, line in enumerate(lines) if line[0] <= start)
     if not _BULLET.match(text, *lines[first]):
@@ -111,7 +111,7 @@ def _list_of_item(text: str, start: int, end: int) -> tuple[Span, Span] | None:
         return None
     intro = sentence_at(sentences(text[:intro_end]), intro_end - 1, intro_end)
     block = _block_after(text, intro_end)
-    if block is None or block[1] < end or block[1] - intro[0] > _MAX_LIST:
+    if block is None or not block[0] <= start <= end <= block[1] or block[1] - intro[0] > _MAX_LIST:
         return None
     return intro, block
 
