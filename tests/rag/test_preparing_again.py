@@ -148,6 +148,18 @@ def test_documents_whose_kv_made_room_are_prepared_again_when_that_is_free() -> 
     assert [service.wait() for _ in range(3)] == [0, 0, 0] and service.windows.num_looked_at == num_looked_at
 
 
+def test_documents_whose_records_are_damaged_are_prepared_again() -> None:
+    service = Service(disk_bytes=7 * RECORD, unused_bytes=6 * RECORD)
+    service.add(1, 2)
+    service.add(2, 2)
+    assert service.wait() == 2
+    service.fixture.tree.make_room(40)
+    service.fixture.memory.damaged |= {node.key for node in service.fixture.tree if node.chunk_id == 11}
+    service.ask((11, 12))
+    assert service.prepared() == {2}
+    assert service.wait() == 1 and service.prepared() == {1, 2} and service.wait() == 0
+
+
 def test_pass_says_at_its_begin_and_end_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     service = Service(disk_bytes=6 * RECORD, unused_bytes=4 * RECORD)
     service.add(1, 2)

@@ -48,6 +48,6 @@ class KVCacheStats:
     evictions: Counter[Tier] = field(default_factory=_by_tier)
     """Copies dropped to make room, by tier."""
     displaced_bytes: int = 0
-    """Bytes of prepared KV that was evicted, before a question used it, from the tier where it was to last."""
+    """Bytes of prepared KV that left the tier where it was to last: evicted before a question used it, or damaged."""
     lost: int = 0
     """Nodes whose last copy was dropped, for any reason."""

@@ -98,7 +98,7 @@ class DocumentPreparer:
         self._due = 0.0
         self._was_full = False
         self._displaced = 0
-        """Bytes of prepared KV that were evicted unused until `_prepared` was last emptied."""
+        """Bytes of prepared KV that were damaged, or evicted unused, until `_prepared` was last emptied."""
         self.report: PrepareReport | None = None
         """Of the last run, also of one that was interrupted."""
 
@@ -193,9 +193,10 @@ class DocumentPreparer:
     def run_if_due(self) -> None:
         """Prepare all documents that are not known to be prepared, if a document changed since the last pass.
 
-        Also a minute after the last pass, if the budget was full then, or has room again for KV that was evicted before
-        a question used it: then every document is looked at again. Only KV that questions use evicts prepared KV, and
-        what it leaves free is less than what it evicted, so that without questions a second pass computes nothing.
+        Also a minute after the last pass, if the budget was full then, or has room again for KV that was damaged, or
+        evicted before a question used it: then every document is looked at again. Only KV that questions use evicts
+        prepared KV, and what it leaves free is less than what it evicted, so that without questions a second pass
+        computes nothing.
         Raises as `run`.
         """
         changes, windows = self._kb.num_changes, self._load()

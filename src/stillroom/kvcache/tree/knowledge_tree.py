@@ -338,6 +338,8 @@ class KnowledgeTree:
         self.stats.failed_loads[tier] += 1
         if self.mover.has(node.key, tier):
             return False
+        if node.document_path and tier is self._tiers.prepared_tier:
+            self.stats.displaced_bytes += self._tiers.size(node, tier)
         self._tiers.remove_copy(node, tier)
         if node.tier is None:
             self._demoter.drop(node, has_failed=True)
