@@ -79,15 +79,18 @@ class AnswerProgress:
         return RemoteUsage(self._started.num_prompt_tokens or 0, num_cached, self.num_pieces)
 
     def timing(self, num_generated_tokens: int) -> Timing:
-        """Times until the last event, `aborted` excluded."""
-        started, at = self._started, self._last_at
-        first = at if self.first_at is None else self.first_at
+        """Times until the last event, `aborted` excluded. A token of speculation counts from the end of the search on,
+        because no caller can get it earlier."""
+        started = self._started
+        retrieved_at = started.arrival + started.retrieval_seconds
+        at = max(self._last_at, retrieved_at)
+        first = at if self.first_at is None else max(self.first_at, retrieved_at)
         return Timing(
             retrieval_seconds=started.retrieval_seconds,
             ttft_seconds=first - started.arrival,
             tpot_seconds=(at - first) / (num_generated_tokens - 1) if num_generated_tokens > 1 else 0.0,
             total_seconds=at - started.arrival,
-            **_phases(self._admission, started.arrival + started.retrieval_seconds, first),
+            **_phases(self._admission, retrieved_at, first),
         )
 
 
