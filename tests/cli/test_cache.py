@@ -69,6 +69,7 @@ def test_verify_reports_and_removes_damaged_records(run: Run, records: list[Path
 
     assert result.code == 1
     assert result.out.splitlines() == [f"damaged: {'01' * 32}  checksum", "3 records checked, 1 damaged"]
+    assert "failed verification" not in result.err
     assert run("cache", "verify", "--kb", "kb", "--json").json["num_failures"] == 0
 
 

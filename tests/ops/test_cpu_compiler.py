@@ -7,12 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from numba.core.cpu_options import ParallelOptions
 
-from stillroom.ops import cpu_kernels, cpu_products
+from stillroom.ops import cpu_compiler, cpu_kernels, cpu_products
 from tests.fakes import random_checkpoint
 
 IN_A_PROCESS_OF_ITS_OWN = """
@@ -49,6 +50,24 @@ def test_starting_numba_leaves_the_number_of_threads_as_it_was() -> None:
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+
+
+def test_a_long_compilation_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 0.1, 1.0, 1.2, 2.0, 9.0, 10.0, 19.0])
+    notice = cpu_compiler.CompilerNotice(lambda: next(times))
+    event = SimpleNamespace(data={"dispatcher": cpu_kernels.rms_norm})
+
+    notice.on_start(event)
+    notice.on_start(event)  # a kernel that the first one calls
+    notice.on_end(event)
+    assert not caplog.records
+    notice.on_end(event)  # 1.2 seconds so far
+    for _ in range(2):
+        notice.on_start(event)
+        notice.on_end(event)
+
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "compiling kernels for this processor" in caplog.text
 
 
 def test_options_are_those_of_every_kernel() -> None:

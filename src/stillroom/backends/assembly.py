@@ -192,6 +192,8 @@ def build_cache(  # noqa: PLR0913  the parts, once
         device.preload_layers()
     host = HostStore(device.k_LSGD.device)
     tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
+    if config.allows_any_position:
+        device.compile_placing()
     if config.mode == "prepared" and (prepare or PrepareConfig()).bits != FULL_BITS and device.is_on_host:
         compile_kernels(device.shape.dtype)
     options = tree_options(

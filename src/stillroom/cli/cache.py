@@ -26,7 +26,8 @@ STATS_HELP = help_text(
 )
 CLEAR_HELP = help_text(
     "Remove all KV from disk; answers do not change, but their KV must be computed again.",
-    "A running server may stay up: it computes KV that it does not find.",
+    "A running server may stay up: it computes KV that it does not find. Its metrics count such KV until it looks for "
+    "it, and what was prepared is prepared again after a restart.",
     examples=("stillroom cache clear --kb ./kb",),
 )
 VERIFY_HELP = help_text(

@@ -247,6 +247,13 @@ class DeviceStore:
         cpu_kernels.use_threads()
         self._carry_out(copy)
 
+    def compile_placing(self) -> None:
+        """Compile what `place` calls: seconds, once per installation, for which no question waits."""
+        if self.is_on_host and self._has_kernels:
+            no_turns = torch.empty(self.shape.num_layers, 0, self.shape.head_dim // 2)
+            self.place(self, (), (), (no_turns, no_turns))
+            self.settle()
+
     def place_narrow(self, kv: NarrowKV, block_ids: Sequence[BlockId], rotation: Rotation) -> None:
         """Copy a node's narrow KV into the first slots of these blocks, widened, with its keys rotated.
 

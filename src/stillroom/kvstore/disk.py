@@ -91,6 +91,7 @@ class DiskStore:
         self._used_keys: set[NodeKey] = set()
         """The keys in the list of used records."""
         self._rejected: dict[NodeKey, Defect] = {}
+        self._is_verifying = False
         self._warned: set[tuple[int | None, str]] = set()
         self._lock = self._try_lock()
         self._scan()
@@ -167,7 +168,10 @@ class DiskStore:
         if isinstance(found, Header):
             return True
         self._reject(key, found)
-        logger.warning("stored KV %s failed verification (%s) and will be computed again", key.hex()[:16], found.value)
+        if not self._is_verifying:
+            logger.warning(
+                "stored KV %s failed verification (%s) and will be computed again", key.hex()[:16], found.value
+            )
         return False
 
     def remove(self, key: NodeKey) -> None:
@@ -177,7 +181,7 @@ class DiskStore:
             remove_file(path_of(self.folder, key))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> RecordCheck:
-        """Read and verify every record.
+        """Read and verify every record. Those that fail are in the result, and not in the log.
 
         Args:
             progress: called after each record with the number of records read and of all records.
@@ -185,6 +189,7 @@ class DiskStore:
         num_records = num_bytes = 0
         buffer = bytearray()
         entries = list(self._entries.values())
+        self._is_verifying = True
         for num_done, (record, size) in enumerate(entries, 1):
             payload_size = size - header_size_of(record)
             if len(buffer) < payload_size:
@@ -194,6 +199,7 @@ class DiskStore:
                 num_bytes += size
             if progress is not None:
                 progress(num_done, len(entries))
+        self._is_verifying = False
         return RecordCheck(num_records, num_bytes, dict(self._rejected))
 
     def close(self) -> None:

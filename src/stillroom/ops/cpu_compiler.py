@@ -4,7 +4,9 @@ Compiled code is cached on disk if possible, so only the first process on a mach
 invalidated when any of these files changes; numba itself checks only the file of a kernel, not those that it calls.
 """
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 from filelock import FileLock
 from llvmlite import ir
 from numba import types
+from numba.core import event
 from numba.core.cpu_options import ParallelOptions
 from numba.extending import intrinsic
 from numpy.typing import NDArray
@@ -30,6 +33,35 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _kernel_lock = threading.RLock()
+logger = logging.getLogger(__name__)
+
+
+class CompilerNotice(event.Listener):  # type: ignore[misc]  # numba has no types
+    """Says once that kernels are being compiled, when that has taken more than a second."""
+
+    _TOLD_AFTER_SECONDS = 1.0
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._begun: list[float] = []
+        self._seconds = 0.0
+        self._is_told = False
+
+    def on_start(self, compiling: Any) -> None:
+        if not self._begun:  # kernels that a kernel calls are compiled within it
+            logger.debug("compiling %s", compiling.data["dispatcher"].py_func.__name__)
+        self._begun.append(self._now())
+        if self._seconds > self._TOLD_AFTER_SECONDS and not self._is_told:
+            self._is_told = True
+            logger.warning("compiling kernels for this processor, once per installation; this may take a minute")
+
+    def on_end(self, _event: Any) -> None:
+        began = self._begun.pop()
+        if not self._begun:
+            self._seconds += self._now() - began
+
+
+event.register("numba:compile", CompilerNotice())
 
 
 def _can_cache_code() -> bool:
