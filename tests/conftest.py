@@ -14,6 +14,7 @@ import uvicorn.server
 from hypothesis import settings
 
 from stillroom.models import bundled_models
+from stillroom.ops import crossovers
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -61,6 +62,14 @@ def servers_stop_at_once() -> Iterator[None]:
     """Uvicorn looks every 0.1 s whether it should stop, then waits 0.1 s; hundreds of tests start a server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", ShortPauses())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def crossovers_of_this_run() -> Iterator[None]:
+    """Tests neither read nor change what the user's other processes have measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossovers, "remembered", lambda _name, measure: measure())
         yield
 
 

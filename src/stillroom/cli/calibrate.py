@@ -19,7 +19,8 @@ HELP = help_text(
     "Measure how long computing and loading KV takes on this machine, and save the times.",
     "Stillroom uses the times to choose between loading and recomputing KV, and to choose which KV to keep. They are "
     "saved per model and machine and used from the next start on. Without them, each start measures a few for about a "
-    "second. Run nothing else on the machine meanwhile. The bundled reader has no KV; name another model with --model.",
+    "second. Which kernels are the fastest is measured again too. Run nothing else on the machine meanwhile. The "
+    "bundled reader has no KV; name another model with --model.",
     "With --quality it measures answers for reuse.mode=anywhere instead: it asks the questions of a file with an "
     "increasing share of tokens recomputed, until the answers reach that share of a full prefill's right answers "
     "(without answers in the file, of its answers). It saves nothing and prints the settings (docs/chunk-reuse.md).",
@@ -57,7 +58,9 @@ def calibrate(  # noqa: PLR0913  one parameter per flag
         _find_alpha(settings, questions, quality, limit, as_json=as_json, quiet=quiet)
         return
     from stillroom.backends.engine_building import calibrate_model
+    from stillroom.ops import crossovers
 
+    crossovers.forget()
     if not (quiet or as_json):
         note(f"loading {settings.runtime.model} ...")
     with counting("measuring", is_shown=not (quiet or as_json)) as on_progress:

@@ -73,9 +73,10 @@ def _can_cache_code() -> bool:
     return True
 
 
-_SOURCES = tuple(
+SOURCES = tuple(
     (file.name, file.stat().st_mtime, file.stat().st_size) for file in sorted(Path(__file__).parent.glob("cpu_*.py"))
 )
+"""Name, time of change and size of each file of kernels."""
 _FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
 _OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": _can_cache_code()}
 _PARALLEL: Any = ParallelOptions(
@@ -105,7 +106,7 @@ def _lock_cache_writes(cache_file: Any) -> None:
         with FileLock(f"{cache_file._index_path}.lock"):
             save(key, data)
 
-    cache_file._source_stamp, cache_file.save = _SOURCES, save_locked
+    cache_file._source_stamp, cache_file.save = SOURCES, save_locked
 
 
 def parallel_kernel(function: _Function) -> _Function:

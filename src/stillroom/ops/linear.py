@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from stillroom.ops import cpu_kernels
+from stillroom.ops import cpu_kernels, crossovers
 from stillroom.ops.cpu_products import (
     can_multiply_bytes,
     linear_bfloat16,
@@ -113,7 +113,7 @@ class Linear:
 
     @property
     def most_rows(self) -> int:
-        """The most rows for which `cpu_products` is faster than torch; measured in about 100 ms, once per process."""
+        """The most rows for which `cpu_products` is faster than torch; measured in about 100 ms."""
         if self.weight.dtype == torch.bfloat16:
             return most_rows_of_kernel()
         return MAX_ROWS if self.scale is None else most_rows_of_int8_kernel(rounds_inputs=self._rounds_inputs)
@@ -179,38 +179,45 @@ class Linear:
 def is_float32_faster() -> bool:
     """Return whether this processor multiplies bfloat16 matrices faster after widening them to float32.
 
-    Measured once per process in about 100 ms, because processors with bfloat16 instructions differ.
+    Measured in about 100 ms, because processors with bfloat16 instructions differ.
     """
-    x, weight = _trial(256)
-    return (
-        ratio_of_times(lambda: F.linear(x, weight.float()), lambda: F.linear(x.to(torch.bfloat16), weight).float())
-        <= 1.0
-    )
+
+    def ratio() -> float:
+        x, weight = _trial(256)
+        narrow = functools.partial(F.linear, x.to(torch.bfloat16), weight)
+        return ratio_of_times(lambda: F.linear(x, weight.float()), lambda: narrow().float())
+
+    return crossovers.remembered("float32 of bfloat16", ratio) <= 1.0
 
 
 @functools.cache
 def is_int8_faster() -> bool:
-    """Return whether products of rows and weights in int8 take less time than the others. Measured once per process."""
-    x, weight = _trial(256)
-    rounding, exact = Linear.int8([weight], rounds_inputs=True), Linear.int8([weight])
-    return (
-        ratio_of_times(
+    """Return whether products of rows and weights in int8 take less time than the others. Measured in about 100 ms."""
+
+    def ratio() -> float:
+        x, weight = _trial(256)
+        rounding, exact = Linear.int8([weight], rounds_inputs=True), Linear.int8([weight])
+        return ratio_of_times(
             lambda: rounding._with_rounded_inputs(x, torch.float32), lambda: exact._many_rows(x, torch.float32)
         )
-        < 1.0
-    )
+
+    return crossovers.remembered("int8 of exact", ratio) < 1.0
 
 
 @functools.cache
 def most_rows_of_kernel() -> int:
     """Return the most rows for which `cpu_products` multiplies with bfloat16 weights faster than torch; 1 at least."""
-    return _most_rows(Linear(_trial(1)[1]))
+    return int(crossovers.remembered("rows of bfloat16", lambda: _most_rows(Linear(_trial(1)[1]))))
 
 
 @functools.cache
 def most_rows_of_int8_kernel(*, rounds_inputs: bool) -> int:
     """As `most_rows_of_kernel`, with int8 weights."""
-    return _most_rows(Linear.int8([_trial(1)[1]], rounds_inputs=rounds_inputs))
+
+    def most() -> int:
+        return _most_rows(Linear.int8([_trial(1)[1]], rounds_inputs=rounds_inputs))
+
+    return int(crossovers.remembered("rows of w8a8" if rounds_inputs else "rows of int8", most))
 
 
 def _most_rows(linear: Linear) -> int:
