@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check docs format clean
+.PHONY: help install demo test test-all gpu-check check docs format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -30,6 +30,9 @@ test: $(VENV)/.installed  ## the tests a change must pass: offline, without a GP
 
 test-all: $(VENV)/.installed  ## the slow and statistical checks too
 	$(BIN)/pytest
+
+gpu-check: $(VENV)/.installed  ## what needs a GPU, in 25 minutes at most; writes a report under benchmarks/
+	$(BIN)/python -m tests.gpu_check
 
 check: $(VENV)/.installed  ## formatting, lint, strict types, import contracts
 	$(BIN)/ruff format --check .
