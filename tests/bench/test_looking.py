@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.config.settings import StillroomConfig
@@ -70,8 +71,6 @@ class Oracle:
     """`transformers` reads the question behind the system message and a chunk that was computed behind others."""
 
     def __init__(self, model: LoadedModel) -> None:
-        from transformers import AutoModelForCausalLM
-
         folder = bundled_folder(MICROWORLD)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         self.prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
@@ -83,12 +82,14 @@ class Oracle:
         system, *context, chunk, asked = (list(segment.token_ids) for segment in prompt.segments)
         skipped = sum(map(len, context))
         size = len(system) + skipped + len(chunk)
-        kept = self.model(torch.tensor([prompt.token_ids[:size]]), use_cache=True).past_key_values
+        kept = DynamicCache()
+        # the cache by place, not by name: transformers 5.24 renamed `past_key_values` to `cache`
+        self.model(torch.tensor([prompt.token_ids[:size]]), None, None, kept)
         for layer in kept.layers:
             layer.keys = self._without(layer.keys, len(system), skipped, is_key=True)
             layer.values = self._without(layer.values, len(system), skipped, is_key=False)
         positions = torch.arange(len(asked))[None] + size - skipped
-        found = self.model(torch.tensor([asked]), past_key_values=kept, position_ids=positions, output_attentions=True)
+        found = self.model(torch.tensor([asked]), None, positions, kept, output_attentions=True)
         logprobs = torch.log_softmax(found.logits[0], -1)
         likelihood = logprobs[range(len(asked) - 2), asked[1:-1]].mean()  # without the markers <q> and <a>
         weights = torch.stack(found.attentions)[:, 0, :, :, len(system) : size - skipped]

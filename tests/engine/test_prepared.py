@@ -141,14 +141,19 @@ class DocumentOracle:
     def _continued(self, cache: DynamicCache, ids: list[int], num_tokens: int) -> list[int]:
         found: list[int] = []
         while len(found) < num_tokens:
-            out = self._model(torch.tensor([ids]), past_key_values=cache)
+            out = self._forward(ids, cache)
             ids = [int(out.logits[0, -1].argmax())]
             found += ids
         return found
 
+    def _forward(self, ids: list[int], cache: DynamicCache) -> Any:
+        """Pass the cache by place: transformers 5.24 renamed `past_key_values` to `cache`."""
+        return self._model(torch.tensor([ids]), None, None, cache)
+
     def _kv(self, ids: list[int], start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """K and V [1, G, T, D] of each layer from this position on."""
-        cache = self._model(torch.tensor([ids]), use_cache=True).past_key_values
+        cache = DynamicCache()
+        self._forward(ids, cache)
         return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in cache.layers]
 
     def _turned(self, k: torch.Tensor, by: int) -> torch.Tensor:
