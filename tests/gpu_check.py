@@ -25,6 +25,8 @@ from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_SECONDS = 25 * 60.0
+SHOWN = ("speed of prefill and decoding beside transformers", "first tokens from prepared KV")
+"""Steps whose tables the report shows."""
 SHOWN_LINES = 40
 """Last lines of a step's output that the report shows if it failed."""
 
@@ -47,22 +49,30 @@ class Outcome:
 
 
 def _tests(title: str, max_seconds: float, *files: str, marker: str = "not slow") -> Step:
-    return Step(title, ("python", "-m", "pytest", "-q", "-x", "--maxfail=5", "-m", marker, *files), max_seconds)
+    """Four at a time: most of the time is compiling and Python."""
+    options = ("-q", "-n", "4", "--maxfail=5", "-m", marker)
+    return Step(title, ("python", "-m", "pytest", *options, *files), max_seconds)
 
 
 def steps(checkpoint: Path, folder: Path) -> list[Step]:
-    """Return the steps; the last one measures a checkpoint and prints JSON."""
+    """Return the steps; tests run on the GPU (`tests/devices.py`). The last one measures a checkpoint, prints JSON."""
+    bench = ("python", "-m", "stillroom.cli.main", "bench")
+    on_gpu = ("--device", "cuda", "--size", "1.5b", "--dtype", "bfloat16", "--work-dir", str(folder.parent))
     calibrate = ("python", "-m", "stillroom.cli.main", "calibrate", "--json", "--model", str(checkpoint))
     return [
-        _tests("tokens and logits equal transformers'", 240, "tests/models/test_oracle.py", marker="gpu"),
-        _tests("attention, experts and sampling equal their references", 300, "tests/ops/test_device_attention.py",
+        _tests("tokens and logits equal transformers'", 240, "tests/models/test_oracle.py"),
+        _tests("attention, rotation, experts and sampling equal their references", 300,
+               "tests/ops/test_device_attention.py", "tests/ops/test_device_rows.py",
                "tests/models/test_mixture_of_experts.py", "tests/ops/test_sampling.py"),
         _tests("a replayed CUDA graph computes the same", 180, "tests/runner/test_decode_graphs.py"),
         _tests("KV is copied, placed and loaded exactly", 180, "tests/kvstore/test_device.py",
                "tests/kvstore/test_tiered.py", "tests/kvstore/test_narrow_copies.py"),
         _tests("index lists on the device give the same results", 120, "tests/retrieval/tiers/test_device_shard.py"),
-        _tests("reuse at any position and prepared KV", 240, "tests/engine/test_prepared.py",
-               "tests/engine/test_anywhere.py"),
+        _tests("answers with reuse, placed, prepared and narrow KV", 300, "tests/engine/test_engine.py",
+               "tests/engine/test_prepared.py", "tests/engine/test_anywhere.py", "tests/engine/test_narrow_kv.py",
+               "tests/engine/test_attention_masses.py"),
+        Step(SHOWN[0], (*bench, "runtime", *on_gpu), 120),
+        Step(SHOWN[1], (*bench, "prepared", *on_gpu, "--beside", "0"), 120),
         _tests("every other test that needs a GPU", 120, "tests", marker="gpu"),
         Step("speed of steps and loads", (*calibrate, "--kb", str(folder)), 240),
     ]  # fmt: skip
@@ -96,7 +106,7 @@ def _outcome(step: Step, max_seconds: float, now: Callable[[], float]) -> Outcom
     try:
         done = subprocess.run(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=max_seconds,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "STILLROOM_TEST_DEVICE": "cuda"}, check=False,
         )  # fmt: skip
         result, output = "passed" if done.returncode == 0 else "failed", done.stdout
     except subprocess.TimeoutExpired as error:
@@ -155,6 +165,8 @@ def report(outcomes: Sequence[Outcome], about: str, speed: str) -> str:
     if speed:
         lines += ["", "## Speed, 135 million random weights in bfloat16", "", speed]
     for one in outcomes:
+        if one.step.title in SHOWN and one.result == "passed":
+            lines += ["", f"## {one.step.title}", "", *(row for row in one.output.splitlines() if row.startswith("|"))]
         if one.result in ("failed", "took too long"):
             shown = one.output.replace(str(ROOT), ".").splitlines()[-SHOWN_LINES:]
             lines += ["", f"## {one.step.title}: {one.result}", "", "```", *shown, "```"]

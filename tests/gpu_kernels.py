@@ -18,6 +18,8 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "ops.attention",
         "ops.device_attention",
+        "ops.rope",
+        "ops.row_kernels",
         "models.mixture_of_experts",
         "runner.decode_graphs",
     ):

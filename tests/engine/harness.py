@@ -16,6 +16,7 @@ from stillroom.core.request import FinishReason, Request, SamplingParams, seed_o
 from stillroom.engine.engine import Engine
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
+from tests.devices import TEST_DEVICE
 from tests.fakes import ManualClock
 
 
@@ -26,7 +27,7 @@ def engine_on(  # noqa: PLR0913  one parameter per size
     max_num_seqs: int = 32,
     max_num_batched_tokens: int = 512,
     dtype: Dtype = "auto",
-    device: str = "cpu",
+    device: str = TEST_DEVICE,
     prompt_lookup: int = 0,
 ) -> Engine:
     """Return an engine whose KV pool has exactly `num_blocks` blocks."""

@@ -20,6 +20,7 @@ from stillroom.models.loader import load_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
+from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import BLOCK, EngineFixture, Oracle, anywhere_fixture, question
 from tests.fakes import random_checkpoint
 
@@ -28,7 +29,7 @@ from tests.fakes import random_checkpoint
 def long_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=2, max_position_embeddings=2048)
-    return load_decoder(path, device="cpu", dtype="float32")
+    return load_decoder(path, device=TEST_DEVICE, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +44,12 @@ def slow_masses(decoder: Decoder, token_ids: tuple[int, ...], slots: torch.Tenso
     class WholeMatrix:
         def observe(self, q_THD: torch.Tensor, k_SGD: torch.Tensor, scale: float, *limits: object) -> None:
             weights_HQK = attention_weights_reference(q_THD, k_SGD[slots], scale)
-            total.add_(weights_HQK.mean(0) / decoder.spec.num_layers)
+            total.add_(weights_HQK.mean(0).cpu() / decoder.spec.num_layers)
 
-    store = DeviceStore(kv_shape(decoder), 20, BLOCK, torch.device("cpu"))
-    numbers = torch.arange(len(token_ids))
+    store = DeviceStore(kv_shape(decoder), 20, BLOCK, torch.device(TEST_DEVICE))
+    numbers, slots = torch.arange(len(token_ids), device=TEST_DEVICE), slots.to(TEST_DEVICE)
     span = AttentionSpan(0, len(token_ids), slots, len(token_ids))
-    packed = PackedInput(torch.tensor(token_ids), numbers, slots, [span], [len(token_ids) - 1])
+    packed = PackedInput(torch.tensor(token_ids, device=TEST_DEVICE), numbers, slots, [span], [len(token_ids) - 1])
     decoder.hidden_states(packed, store.layer, WholeMatrix())
     return total
 

@@ -24,6 +24,7 @@ from stillroom.errors import EngineClosedError, EngineError, PromptTooLongError
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.telemetry import catalogue
+from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import EngineFixture, Oracle, question
 from tests.fakes import random_checkpoint
 
@@ -172,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(folder: Path) -> Decoder:
-    return load_decoder(folder, device="cpu", dtype="float32")
+    return load_decoder(folder, device=TEST_DEVICE, dtype="float32")
 
 
 DOCUMENTS = ((1, 2, 3, 4), (6, 5, 7))

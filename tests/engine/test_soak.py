@@ -32,6 +32,7 @@ from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_decoder
 from stillroom.runner.torch_runner import Runner
 from stillroom_bench.instrument.harness import peak_rss_bytes, reset_peak_rss
+from tests.devices import TEST_DEVICE
 from tests.fakes import ManualClock, random_checkpoint
 
 BLOCK, NUM_BLOCKS, HOST_TOKENS, DISK_RECORDS = 8, 48, 100, 15
@@ -51,7 +52,7 @@ PATIENCE = 120.0
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=1)
-    return load_decoder(path, device="cpu", dtype="float32")
+    return load_decoder(path, device=TEST_DEVICE, dtype="float32")
 
 
 class TickingRunner:

@@ -13,6 +13,7 @@ import torch
 from stillroom.models.loader import load_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
+from tests.devices import TEST_DEVICE
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import BASE, random_checkpoint
 
@@ -86,17 +87,18 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def all_logits(folder: Path, token_ids: list[int], pieces: list[int], **load: Any) -> torch.Tensor:
     """Return the decoder's logits [T, V] of every position, in prompt pieces of these sizes over scattered slots."""
-    decoder = load_decoder(folder, device="cpu", **load)
+    decoder = load_decoder(folder, device=TEST_DEVICE, **load)
     spec = decoder.spec
     num_slots = 2 * len(token_ids)
-    slots = torch.from_numpy(np.random.default_rng(1).permutation(num_slots)[: len(token_ids)])
-    kv = torch.full((2, spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim), torch.nan, dtype=decoder.dtype)
+    slots = torch.from_numpy(np.random.default_rng(1).permutation(num_slots)[: len(token_ids)]).to(TEST_DEVICE)
+    shape = (2, spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
+    kv = torch.full(shape, torch.nan, dtype=decoder.dtype, device=TEST_DEVICE)
     rows, start = [], 0
     for size in pieces:
         end = start + size
         packed = PackedInput(
-            token_ids_T=torch.tensor(token_ids[start:end]),
-            positions_T=torch.arange(start, end),
+            token_ids_T=torch.tensor(token_ids[start:end], device=TEST_DEVICE),
+            positions_T=torch.arange(start, end, device=TEST_DEVICE),
             slots_T=slots[start:end],
             spans=[AttentionSpan(0, size, slots[:end], end)],
             wanted=list(range(size)),
@@ -104,7 +106,7 @@ def all_logits(folder: Path, token_ids: list[int], pieces: list[int], **load: An
         rows.append(decoder.logits(decoder.hidden_states(packed, lambda layer: (kv[0, layer], kv[1, layer]))))
         start = end
     assert start == len(token_ids)
-    return torch.cat(rows)
+    return torch.cat(rows).cpu()
 
 
 @pytest.mark.parametrize("pieces", [[90], [1, 37, 16, 1, 35]], ids=["whole", "pieces"])

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stillroom.ops import triton_attention, triton_experts
+from stillroom.ops import triton_attention, triton_experts, triton_rows
 
 SHARED_MEMORY = 99 * 1024
 """Shared memory of the smallest GPUs: RTX 30 and 40, L4."""
@@ -57,8 +57,19 @@ def experts(architecture: int, is_first: bool, block_r: int) -> None:
     compile_for(architecture, triton_experts._multiply, types, triton_experts.OPTIONS, **sizes, **flags)
 
 
+def rows(architecture: int, head_dim: int, num_pairs: int) -> None:
+    types = dict.fromkeys(("qkv_THD", "k_SGD", "v_SGD", "q_THD"), "*bf16")
+    types |= {"cos_TP": "*fp32", "sin_TP": "*fp32", "slots_T": "*i64", "slot_stride": "i32", "head_stride": "i32"}
+    sizes = triton_rows.block_sizes(12, 2, head_dim, num_pairs)
+    compile_for(architecture, triton_rows._rotate_and_store, types, triton_rows.OPTIONS, **sizes)
+    types = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
+    compile_for(architecture, triton_rows._silu_gate, types, {"num_warps": 4}, BLOCK=1024)
+
+
 if __name__ == "__main__":
     for architecture in (80, 90):
+        rows(architecture, 128, 64)
+        rows(architecture, 80, 20)
         for head_dim, shape in product((64, 256), ((1, 8), (16, 1))):
             attention(architecture, head_dim, shape, torch.bfloat16, limited=head_dim == 256)
         experts(architecture, is_first=True, block_r=16)

@@ -11,7 +11,7 @@ from stillroom.ops.rope import RopeSpec, cos_sin, inverse_frequencies, rerotate_
 
 def rotated(x_THD: torch.Tensor, positions: list[int]) -> torch.Tensor:
     inv_freq, factor = inverse_frequencies(RopeSpec(x_THD.shape[-1], 10000.0, 2048))
-    return rotate(x_THD, *cos_sin(inv_freq, factor, torch.tensor(positions), x_THD.dtype))
+    return rotate(x_THD, *cos_sin(inv_freq, factor, torch.tensor(positions)))
 
 
 def test_position_zero_is_the_identity_and_lengths_are_kept() -> None:
@@ -35,7 +35,7 @@ def test_products_depend_on_the_distance_only() -> None:
 
 def test_partial_rotation_rotates_the_leading_dimensions_only() -> None:
     x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(2))
-    rotation = cos_sin(*inverse_frequencies(RopeSpec(4, 10000.0, 2048)), torch.tensor([1, 2, 3]), x.dtype)
+    rotation = cos_sin(*inverse_frequencies(RopeSpec(4, 10000.0, 2048)), torch.tensor([1, 2, 3]))
     turned = rotate(x, *rotation)
     torch.testing.assert_close(turned[..., 4:], x[..., 4:], rtol=0, atol=0)
     torch.testing.assert_close(turned[..., :4], rotate(x[..., :4].contiguous(), *rotation))
@@ -75,7 +75,7 @@ def test_rerotated_keys_equal_freshly_rotated_keys(
     keys = torch.randn(5, 2, 20, generator=torch.Generator().manual_seed(3))
 
     def placed(first: int) -> torch.Tensor:
-        cos, sin = cos_sin(inv_freq, factor, torch.arange(first, first + 5), torch.float32)
+        cos, sin = cos_sin(inv_freq, factor, torch.arange(first, first + 5))
         return rotate(keys, cos, sin).to(dtype)
 
     turned = rerotate_keys(placed(old)[None], inv_freq[None], old, new)[0]

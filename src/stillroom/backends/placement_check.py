@@ -17,8 +17,11 @@ from stillroom.ops.rope import rerotate_keys
 
 _NUM_TOKENS = 16
 _TOLERANCE = 0.02
-"""Largest relative error of a layer: far above rounding, even in half precision and over long distances, and far below
-that of a wrong rotation."""
+"""Largest relative error of a layer: far above the rounding of keys, even in half precision and over long distances,
+and far below that of a wrong rotation."""
+_TOLERANCE_OF_LATER_LAYERS = 0.1
+"""The same behind the first layer, if activations have half precision too (on a GPU): each operation before rounds, and
+differently at other positions. An NVIDIA H200 measured 0.03 in 28 layers of random weights."""
 
 
 def check_placement(decoder: Decoder, block_size: int) -> None:
@@ -33,10 +36,14 @@ def check_placement(decoder: Decoder, block_size: int) -> None:
     near, far = (kv_at(decoder, first, block_size) for first in (0, last))
     for (k_LTGD, v_LTGD), (other_k_LTGD, other_v_LTGD), start, end in ((near, far, 0, last), (far, near, last, 0)):
         turned_LTGD = rerotate_keys(k_LTGD, decoder.inv_freq_LP, start, end)
-        worst = max(relative_error(turned_LTGD, other_k_LTGD), relative_error(v_LTGD, other_v_LTGD))
-        if not worst <= _TOLERANCE:
+        errors_L = torch.maximum(relative_errors(turned_LTGD, other_k_LTGD), relative_errors(v_LTGD, other_v_LTGD))
+        tolerances_L = torch.full_like(errors_L, _TOLERANCE)
+        if decoder.activation_dtype != torch.float32:
+            tolerances_L[1:] = _TOLERANCE_OF_LATER_LAYERS
+        if not bool((errors_L <= tolerances_L).all()):
             raise _refused(
-                f"KV moved from position {start} to {end} differs by {worst:.1%} from what is computed there"
+                f"KV moved from position {start} to {end} differs by {float(errors_L.max()):.1%} from what is computed "
+                "there"
             )
 
 
@@ -52,11 +59,11 @@ def kv_at(decoder: Decoder, first_position: int, block_size: int) -> tuple[torch
     return store.k_LSGD[:, :_NUM_TOKENS], store.v_LSGD[:, :_NUM_TOKENS]
 
 
-def relative_error(found_LTGD: torch.Tensor, wanted_LTGD: torch.Tensor) -> float:
-    """Relative error of the layer that differs most; NaN if either holds NaN."""
+def relative_errors(found_LTGD: torch.Tensor, wanted_LTGD: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of each layer, [L]; NaN if either holds NaN."""
     found, wanted = found_LTGD.float().flatten(1), wanted_LTGD.float().flatten(1)
-    errors_L = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-12)
-    return float(errors_L.max())
+    errors_L: torch.Tensor = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-12)
+    return errors_L
 
 
 def _refused(reason: str) -> ConfigError:

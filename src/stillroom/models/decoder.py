@@ -64,9 +64,9 @@ class Decoder:
         x_TM = F.embedding(packed.token_ids_T, self.weights.embedding_VM).to(self.activation_dtype)
         if spec.embedding_scale is not None:
             x_TM = x_TM * self._embedding_scale
-        rope = local_rope = cos_sin(*self._rope, packed.positions_T, self.activation_dtype)
+        rope = local_rope = cos_sin(*self._rope, packed.positions_T)
         if spec.local_rope is not None:
-            local_rope = cos_sin(*self._local_rope, packed.positions_T, self.activation_dtype)
+            local_rope = cos_sin(*self._local_rope, packed.positions_T)
         path = self._decode_path if observer is None else None
         if path is not None and path.supports(packed.plan, layer_kv(0)[0]):
             return path.run(x_TM, rope, packed, layer_kv)[packed.wanted_B]

@@ -115,6 +115,11 @@ def triton_kernels() -> Any:
     return import_module("stillroom.ops.triton_attention")
 
 
+def row_kernels_of_gpu() -> Any:
+    """Import `triton_rows` on first use."""
+    return import_module("stillroom.ops.triton_rows")
+
+
 @functools.cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

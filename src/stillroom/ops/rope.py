@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stillroom.ops import cpu_kernels
+from stillroom.ops.device_attention import current_gpu, has_kernels, row_kernels_of_gpu
 
 # T tokens, H query heads, G key/value heads, D head dimension, P pairs of rotated dimensions
 
@@ -109,12 +110,10 @@ def _longrope(plain: torch.Tensor, spec: RopeSpec) -> tuple[torch.Tensor, float]
     return plain / torch.tensor(factors, dtype=torch.float32), float(attention_factor)
 
 
-def cos_sin(
-    inv_freq: torch.Tensor, factor: float, positions_T: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of each position and pair of dimensions, each [T, 1, P] in `dtype`."""
+def cos_sin(inv_freq: torch.Tensor, factor: float, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of each position and pair of dimensions, each float32 [T, 1, P]."""
     angles_T1P = (positions_T.float()[:, None] * inv_freq[None, :])[:, None, :]
-    return (angles_T1P.cos() * factor).to(dtype), (angles_T1P.sin() * factor).to(dtype)
+    return angles_T1P.cos() * factor, angles_T1P.sin() * factor
 
 
 def rotate_and_store(
@@ -124,6 +123,9 @@ def rotate_and_store(
     kv_SGD: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """Rotate the queries and keys of `qkv` [T, H + 2 G, D], write keys and values to their slots.
+
+    Args:
+        cos_sin_T1P: float32 or the dtype of `qkv`; float32 rotates without rounding in between.
 
     Returns:
         The rotated queries [T, H, D].
@@ -136,10 +138,14 @@ def rotate_and_store(
         kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
         cpu_kernels.rotate_and_store(qkv.numpy(), cos_sin, slots_T.numpy(), kv, q_THD.numpy())
         return q_THD
+    if has_kernels(qkv.device):
+        with current_gpu(qkv.device):
+            rotated_THD: torch.Tensor = row_kernels_of_gpu().rotate_and_store(qkv, cos_sin_T1P, slots_T, kv_SGD)
+        return rotated_THD
     q_THD, k_TGD, v_TGD = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     kv_SGD[0].index_copy_(0, slots_T, rotate(k_TGD, *cos_sin_T1P).to(kv_SGD[0].dtype))
     kv_SGD[1].index_copy_(0, slots_T, v_TGD.to(kv_SGD[1].dtype))
-    return rotate(q_THD, *cos_sin_T1P)
+    return rotate(q_THD, *cos_sin_T1P).to(qkv.dtype)
 
 
 def rerotate_keys(

@@ -1,9 +1,10 @@
-"""RMS norm and the gate of the MLP: one kernel each for float32 on a CPU, elsewhere torch's operators."""
+"""RMS norm and the gate of the MLP: kernels for float32 on a CPU and for gates on a GPU, else torch's operators."""
 
 import torch
 import torch.nn.functional as F
 
 from stillroom.ops import cpu_kernels
+from stillroom.ops.device_attention import current_gpu, has_kernels, row_kernels_of_gpu
 
 # T tokens, M model dimension, I inner dimension of the MLP
 
@@ -25,6 +26,10 @@ def gate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2))
         cpu_kernels.silu_gate(gate_up.numpy(), out.numpy())
         return out
+    if activation == "silu" and has_kernels(gate_up.device):
+        with current_gpu(gate_up.device):
+            gated: torch.Tensor = row_kernels_of_gpu().silu_gate(gate_up)
+        return gated
     gates, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")) * up
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from stillroom.config.settings import Dtype
 from stillroom.errors import UsageError
@@ -10,12 +10,14 @@ from stillroom_bench.instrument.option_flags import (
     companions_flag,
     dataset_flag,
     datasets_flag,
+    device_flag,
     flag,
     model_flag,
     named_pythons,
     peers_flag,
     repeat_flag,
     seed_flag,
+    size_flag,
 )
 from stillroom_bench.loads.popularity import CURVES, Companions
 
@@ -86,6 +88,8 @@ class PreparedBenchOptions:
     repeat: int = repeat_flag(15)
     seed: int = seed_flag()
     dtype: Dtype = flag("bfloat16", "Type of weights and KV: float32 or bfloat16.")
+    device: Literal["cpu", "cuda"] = device_flag()
+    size: Literal["135m", "1.5b"] = size_flag()
     question_tokens: int = 32
 
     def __post_init__(self) -> None:

@@ -35,9 +35,9 @@ from stillroom_bench.experiments.anywhere_engine import (
 from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions, PreparedBenchOptions
 from stillroom_bench.experiments.prepared_beside import beside_preparing
 from stillroom_bench.instrument.bench_report import BenchResult
-from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.environment import device_name, record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.quality.runtime import Shape, write_checkpoint
+from stillroom_bench.quality.runtime import SHAPES, Shape, write_checkpoint
 
 FULL, EXACT = "full prefill", "best chunk prepared, exact"
 _BITS = (16, 8, 4)
@@ -73,11 +73,11 @@ def run_prepared(
 
     Args:
         work_dir: folder that keeps the checkpoint between runs, and KV during a run.
-        shape: shape of the model with random weights; None: 135 million parameters.
+        shape: shape of the model with random weights; None: that of `options.size`.
     """
-    shape, environment = shape or Shape(), record_environment()
+    shape, environment = shape or SHAPES[options.size], record_environment()
     folder = write_checkpoint(work_dir, shape, options.dtype, options.seed)
-    decoder = load_decoder(folder, device="cpu", dtype=options.dtype)
+    decoder = load_decoder(folder, device=options.device, dtype=options.dtype)
     prompts = AnywhereBenchOptions(
         num_chunks=options.num_chunks,
         chunk_tokens=options.chunk_tokens,
@@ -117,6 +117,7 @@ def run_prepared(
             "repeat": options.repeat,
             "seed": options.seed,
             "dtype": options.dtype,
+            "device": device_name(options.device),
             "num_parameters": shape.layer_parameters + shape.vocab_size * shape.hidden_size,
         },
         samples,

@@ -50,6 +50,13 @@ def record_environment(argv: list[str] | None = None) -> Environment:
     )
 
 
+def device_name(device: str) -> str:
+    """Return a GPU's name; `cpu` for the processor, which the environment names."""
+    import torch
+
+    return device if device == "cpu" else torch.cuda.get_device_name(device)
+
+
 def _num_threads() -> int:
     """Return the threads of the outermost level in `OMP_NUM_THREADS`; 0 if it is not set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

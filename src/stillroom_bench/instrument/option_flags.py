@@ -45,6 +45,15 @@ def seed_flag() -> Any:
     return flag(0, "Seed of all random choices.", min=0)
 
 
+def device_flag() -> Any:
+    return flag("cpu", "Device of the model: cpu or cuda.")
+
+
+def size_flag() -> Any:
+    """Return the field `size`: a name of `quality.runtime.SHAPES`."""
+    return flag("135m", "Parameters of the model with random weights: 135m or 1.5b.")
+
+
 def repeat_flag(default: int, help: str = "Runs per arm, after one warm-up run.") -> Any:
     return flag(default, help, min=1)
 

@@ -9,12 +9,14 @@ from stillroom.models.bundled_models import MICROWORLD
 from stillroom_bench.instrument.option_flags import (
     REQUIRED,
     datasets_flag,
+    device_flag,
     flag,
     model_flag,
     named_pythons,
     peers_flag,
     repeat_flag,
     seed_flag,
+    size_flag,
 )
 
 
@@ -74,6 +76,8 @@ class RuntimeOptions:
     lengths: tuple[int, ...] = flag((256, 1024, 2048), "Tokens of a prompt.", "--length", min=1)
     repeat: int = repeat_flag(5)
     seed: int = seed_flag()
+    device: Literal["cpu", "cuda"] = device_flag()
+    size: Literal["135m", "1.5b"] = size_flag()
 
     def __post_init__(self) -> None:
         """Check the options; raises UsageError if a peer has no Python."""

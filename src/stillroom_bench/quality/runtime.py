@@ -17,7 +17,7 @@ import numpy as np
 
 from stillroom.errors import UsageError
 from stillroom_bench.instrument.bench_report import BenchResult
-from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.environment import device_name, record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
 from stillroom_bench.instrument.option_flags import named_pythons
 from stillroom_bench.instrument.worker import WorkerProcess
@@ -65,6 +65,13 @@ class Shape:
         """Return the bytes that one decoded token reads: all matrices once, and the context's keys and values."""
         kv = 2 * self.num_layers * self.num_kv_heads * self.head_dim * context
         return float(itemsize * (self.layer_parameters + self.vocab_size * self.hidden_size + kv))
+
+
+SHAPES = {
+    "135m": Shape(),
+    "1.5b": Shape(151_936, 1536, 8960, 28, 12, 2, 128),
+}
+"""Shapes by their number of parameters; the second is that of Qwen2.5-1.5B."""
 
 
 def write_checkpoint(folder: Path, shape: Shape, dtype: str, seed: int) -> Path:
@@ -131,8 +138,8 @@ def vars_of(shape: Shape) -> dict[str, int]:
 class Worker(WorkerProcess):
     """A process of `runtime_worker.py`."""
 
-    def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int) -> None:
-        command = [python, str(_WORKER), name, str(folder), dtype, str(num_threads)]
+    def __init__(self, name: str, python: str, folder: Path, dtype: str, num_threads: int, device: str) -> None:
+        command = [python, str(_WORKER), name, str(folder), dtype, str(num_threads), device]
         super().__init__(name, command, folder / f"{name}.log")
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
@@ -147,6 +154,7 @@ class Worker(WorkerProcess):
 @dataclass(slots=True)
 class _RuntimeRun:
     shape: Shape
+    device: str
     repeat: int
     seed: int
     say: Callable[[str], None]
@@ -178,7 +186,7 @@ def run_runtime(
         raise UsageError(f"unknown dtypes {', '.join(sorted(unknown))}; known are {', '.join(DTYPES)}")
     if max(lengths) >= MAX_TOKENS:
         raise UsageError(f"--length {max(lengths)} is too long; prompt and answer are limited to {MAX_TOKENS} tokens")
-    run = _RuntimeRun(shape or Shape(), repeat, seed, on_progress)
+    run = _RuntimeRun(shape or SHAPES[options.size], options.device, repeat, seed, on_progress)
     environment = record_environment()
     for dtype in dtypes:
         folder = write_checkpoint(work_dir, run.shape, dtype, seed)
@@ -192,6 +200,7 @@ def run_runtime(
         run.tables[f"against the machine's limits, {dtype}"] = _limits(run, dtype, lengths, environment.num_threads)
     parameters = {
         **vars_of(run.shape),
+        "device": device_name(run.device),
         "repeat": repeat,
         "seed": seed,
         "lengths": list(lengths),
@@ -212,7 +221,7 @@ def _started(
     try:
         for name, python in pythons.items():
             run.say(f"loading {name}, {dtype}")
-            worker = Worker(name, python, folder, dtype, num_threads)
+            worker = Worker(name, python, folder, dtype, num_threads, run.device)
             try:
                 seconds = worker.wait()
             except UsageError as error:
@@ -282,11 +291,12 @@ def _limits(run: _RuntimeRun, dtype: str, lengths: Sequence[int], num_threads: i
 
     run.say("measuring the machine's limits")
     torch.set_num_threads(num_threads)
-    flops = {name: _matmul_flops(getattr(torch, name)) for name in DTYPES}
-    bandwidth = _read_bandwidth()
+    size = _LIMIT_SIZE if run.device == "cpu" else 4 * _LIMIT_SIZE
+    flops = {name: _matmul_flops(getattr(torch, name), size, run.device) for name in DTYPES}
+    bandwidth = _read_bandwidth(run.device)
     rows: list[dict[str, Any]] = []
     for name, value in flops.items():
-        rows.append({"what": f"limit: {_LIMIT_SIZE}^3 product in {name}", "GFLOP/s": value / 1e9, "GB/s": ""})
+        rows.append({"what": f"limit: {size}^3 product in {name}", "GFLOP/s": value / 1e9, "GB/s": ""})
     rows.append({"what": "limit: reading memory", "GFLOP/s": "", "GB/s": bandwidth / 1e9})
     for length in lengths:
         seconds = float(np.median(run.samples.of(f"{dtype}: prefill of {length} tokens/{OURS}", "first_token_seconds")))
@@ -300,26 +310,30 @@ def _limits(run: _RuntimeRun, dtype: str, lengths: Sequence[int], num_threads: i
     return rows
 
 
-def _matmul_flops(dtype: Any) -> float:
+def _matmul_flops(dtype: Any, size: int, device: str) -> float:
     import torch
 
-    matrix = torch.ones((_LIMIT_SIZE, _LIMIT_SIZE), dtype=dtype)
-    return float(2 * _LIMIT_SIZE**3 / _fastest(lambda: matrix @ matrix))
+    matrix = torch.randn((size, size), device=device).to(dtype)
+    return float(2 * size**3 / _fastest(lambda: matrix @ matrix, device))
 
 
-def _read_bandwidth() -> float:
+def _read_bandwidth(device: str) -> float:
     import torch
 
-    content = torch.ones(_READ_BYTES // 4)
-    return float(_READ_BYTES / _fastest(content.sum))
+    num_bytes = _READ_BYTES if device == "cpu" else 8 * _READ_BYTES
+    content = torch.ones(num_bytes // 4, device=device)
+    return float(num_bytes / _fastest(content.sum, device))
 
 
-def _fastest(work: Callable[[], object]) -> float:
+def _fastest(work: Callable[[], object], device: str) -> float:
     """Return the seconds of the fastest of six runs, after one run as warm-up."""
-    work()
+    import torch
+
     seconds = []
-    for _ in range(6):
+    for _ in range(7):
         began = time.perf_counter()
         work()
+        if device != "cpu":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return min(seconds[1:])

@@ -3,7 +3,7 @@
 Runs as a script under the Python that has the runtime installed, so it imports Stillroom only for Stillroom's own
 runtimes. It uses each runtime's public interface.
 
-    python runtime_worker.py NAME MODEL_FOLDER bfloat16|float32 NUM_THREADS
+    python runtime_worker.py NAME MODEL_FOLDER bfloat16|float32 NUM_THREADS cpu|cuda
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class StillroomRuntime:
 
     weights: "Weights" = "checkpoint"
 
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_threads: int, device: str) -> None:
         import torch
 
         from stillroom.backends.engine_building import build_engine
@@ -46,7 +46,7 @@ class StillroomRuntime:
         from stillroom.models.loader import load_decoder
 
         torch.set_num_threads(num_threads)
-        decoder = load_decoder(folder, device="cpu", dtype=cast("Dtype", dtype), weights=self.weights)
+        decoder = load_decoder(folder, device=device, dtype=cast("Dtype", dtype), weights=self.weights)
         self.engine, _ = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
@@ -81,7 +81,7 @@ class StillroomW8A8(StillroomRuntime):
 class Transformers:
     """Eager `generate` of transformers with SDPA attention."""
 
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_threads: int, device: str) -> None:
         import torch
         import transformers
 
@@ -89,13 +89,13 @@ class Transformers:
         torch.set_num_threads(num_threads)
         self.torch = torch
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+        self.model = load(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval().to(device)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         began = time.perf_counter()
         with self.torch.inference_mode():
-            ids = self.torch.tensor(prompts)
-            self.model.generate(
+            ids = self.torch.tensor(prompts, device=self.model.device)
+            generated = self.model.generate(
                 ids,
                 attention_mask=self.torch.ones_like(ids),
                 min_new_tokens=num_tokens,
@@ -103,13 +103,20 @@ class Transformers:
                 do_sample=False,
                 pad_token_id=0,
             )
+            generated.tolist()  # waits for the device
         return time.perf_counter() - began
+
+
+def _require_cpu(name: str, device: str) -> None:
+    if device != "cpu":
+        raise SystemExit(f"{name} is compared on a CPU only")
 
 
 class VllmRuntime:
     """vLLM's offline engine in this process, without prefix caching, so that prompts are computed."""
 
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_threads: int, device: str) -> None:
+        _require_cpu("vLLM", device)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
@@ -142,7 +149,8 @@ class VllmRuntime:
 class LlamaCppRuntime:
     """The C interface of llama.cpp, on a GGUF file of the same weights."""
 
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_threads: int, device: str) -> None:
+        _require_cpu("llama.cpp", device)
         import ctypes
 
         import llama_cpp
@@ -181,7 +189,8 @@ class LlamaCppRuntime:
 class OpenVinoRuntime:
     """OpenVINO GenAI's pipeline with continuous batching, on a copy of the checkpoint that optimum-intel exports."""
 
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_threads: int, device: str) -> None:
+        _require_cpu("OpenVINO", device)
         import numpy
         import openvino
         import openvino_genai
@@ -232,7 +241,7 @@ def write_gguf(folder: Path, dtype: str) -> Path:
     return path
 
 
-RUNTIMES: dict[str, Callable[[Path, str, int], MeasuredRuntime]] = {
+RUNTIMES: dict[str, Callable[[Path, str, int, str], MeasuredRuntime]] = {
     "stillroom": StillroomRuntime,
     "stillroom int8": StillroomInt8,
     "stillroom w8a8": StillroomW8A8,
@@ -252,12 +261,12 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def serve(name: str, folder: Path, dtype: str, num_threads: int) -> None:
+def serve(name: str, folder: Path, dtype: str, num_threads: int, device: str) -> None:
     """Load the runtime, report the load time, then answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects the output of libraries, which would break the JSON lines
     began = time.perf_counter()
-    runtime = RUNTIMES[name](folder, dtype, num_threads)
+    runtime = RUNTIMES[name](folder, dtype, num_threads, device)
     answer: dict[str, Any] = {"load_seconds": time.perf_counter() - began}
     print(json.dumps(answer), file=answers, flush=True)
     for line in sys.stdin:
@@ -267,4 +276,4 @@ def serve(name: str, folder: Path, dtype: str, num_threads: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])
