@@ -9,7 +9,11 @@ from typing import Any
 from training.data.attribution import LINKS
 from training.data.sources import PEOPLE
 from training.reader.examples import is_held_out, is_held_out_passage, read_rows, technical_files
+from training.reader.recurring import ENCYCLOPAEDIC
 from training.reader.train import Recipe
+
+OTHERS = [one for one in ENCYCLOPAEDIC if one not in PEOPLE]
+"""Sources of texts from which questions are made."""
 
 _HEAD = """---
 language: en
@@ -93,11 +97,13 @@ def card(
         threshold: report of `threshold`; None: the same.
     """
     recipe: Mapping[str, Any] = next((line["recipe"] for line in log if "recipe" in line), {})
+    runs = [line for line in log if "run" in line and "recipe" in line]
+    made = next((line["questions"] for line in runs if line["examples"] == "made"), 0)
     sections = {
         "## Quality": "\n".join(_quality(evaluation)),
         "## Refusals": "\n".join(_refusals(threshold)),
-        "## Training data": "\n".join(_data(counts, recipe.get("skipped", Recipe().skipped))),
-        "## Training": _run(recipe, log),
+        "## Training data": "\n".join(_data(counts, recipe.get("skipped", Recipe().skipped), made)),
+        "## Training": "\n".join(_runs(runs, log)) if runs else _run(recipe, log),
         "## Limits": _LIMITS,
         "## Licence": _LICENCE,
     }
@@ -143,7 +149,7 @@ def _interval(one: Mapping[str, Any]) -> str:
     return f"{one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
 
 
-def _data(counts: Sequence[SourceCount], skipped: Sequence[str]) -> Iterator[str]:
+def _data(counts: Sequence[SourceCount], skipped: Sequence[str], num_made: int) -> Iterator[str]:
     yield "Questions that people wrote about passages, each with the exact answer."
     yield ""
     yield "| source | licence | passages | questions in training | held out |"
@@ -157,6 +163,39 @@ def _data(counts: Sequence[SourceCount], skipped: Sequence[str]) -> Iterator[str
         "for a question and that does not hold the answer; in a part of the steps only it is shown, so that the model "
         "learns to refuse."
     )
+    if num_made:
+        yield ""
+        yield (
+            f"Before them came {num_made:,} questions made from text by rules: a sentence whose name, number or phrase "
+            "is replaced by a blank or a question word, over a passage of the same article that holds it too, without "
+            "that sentence (Glass and others 2020). Articles of xquad and held-out titles are not among them."
+        )
+
+
+def _runs(runs: Sequence[Mapping[str, Any]], log: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Describe runs of `device-train` and the mean of their weights."""
+    yield (
+        "Several runs on a GPU. A step has questions with one or two passages of 64 to 200 tokens, cut between "
+        "sentences; all weights except the word embeddings are trained, by AdamW in bfloat16 products. Starts, ends "
+        "and whole answers are normalised over all passages of a question and the choice of no answer (shared "
+        "normalisation, Clark and Gardner 2018; whole answers: Fajcik and others 2021). Where there are teachers, a "
+        "part of the loss is the cross entropy with the mean of their probabilities."
+    )
+    yield ""
+    columns = "run|questions|starts with|teachers|their share of the loss|steps|questions a step|learning rate|dropout"
+    yield f"| {columns.replace('|', ' | ')} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for one in runs:
+        recipe, teachers = one["recipe"], ", ".join(one["teachers"])
+        asked = "made from text" if one["examples"] == "made" else "by people, technical"
+        taught = f"{recipe['taught']:g}" if teachers else ""
+        sizes = f"{one['steps']:,} | {recipe['groups_per_step']} | {recipe['learning_rate']:g} | {recipe['dropout']:g}"
+        yield f"| {one['run']} | {asked} | {one['first'] or 'all-MiniLM-L6-v2'} | {teachers} | {taught} | {sizes} |"
+    for line in log:
+        if "mean" in line:
+            parts = " and ".join(f"{share:g} of {name}" for name, share in line["mean"].items())
+            yield ""
+            yield f"The bundled weights are the mean of {parts}; the held-out sets but xquad chose the shares."
 
 
 def _run(recipe: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str:
@@ -184,11 +223,12 @@ def attribution(questions: Path) -> str:
         "# Attribution",
         "",
         "The weights derive from all-MiniLM-L6-v2 by the sentence-transformers project (Apache-2.0), whose encoder is",
-        "MiniLM by Microsoft. They were trained on questions about passages of these works, cut into shorter ones.",
+        "MiniLM by Microsoft. They were trained on questions about passages of these works, cut into shorter ones, and",
+        "on questions made from their sentences.",
         "",
         "| work | licence |",
         "|---|---|",
-        *(f"| {source.credit} | [{source.licence}]({LINKS[source.licence]}) |" for source in PEOPLE),
+        *(f"| {source.credit} | [{source.licence}]({LINKS[source.licence]}) |" for source in (*PEOPLE, *OTHERS)),
         "",
         "Technical questions were written for this project about excerpts of these works, and about texts of its own:",
         "",

@@ -30,6 +30,7 @@ Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, or float32 where the processor does not multiply bfloat16.")]
 SHARED, QUESTIONS, PREPARED = Path("../shared"), Path("training/reader/questions"), RUN
 TRAINED = Path("training/build/reader/checkpoint.pt")
+PACKED = RUN / "packed"
 
 
 def needs_large_heap(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -116,6 +117,119 @@ def train(  # noqa: PLR0913  options of a command
     trainer = Trainer(model, found, recipe, out, threads)
     run_training(trainer, minutes)
     raise typer.Exit(0 if trainer.is_done else 3)
+
+
+@app.command()
+def pack(
+    shared: Shared = SHARED,
+    questions: Questions = QUESTIONS,
+    prepared: Prepared = PREPARED,
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = PACKED,
+) -> None:
+    """Write all that `device-train` reads: examples, held-out examples, questions made from text, first weights."""
+    from training.reader import examples, packed
+    from training.reader.neighbours import PEOPLE, read_neighbours
+    from training.reader.recurring import make_questions, read_articles
+    from training.reader.train import SPEC, Recipe, from_encoder, read_encoder
+
+    folder, files, recipe = shared / READING_QA, examples.technical_files(questions), Recipe()
+    coder = examples.Coder(_embedder() / "tokenizer.json")
+    neighbours = read_neighbours(prepared / PEOPLE, sum(1 for _ in examples.read_rows(folder / "questions.jsonl")))
+    out.mkdir(parents=True, exist_ok=True)
+    asked = examples.read_examples(folder, files, coder, neighbours, recipe.skipped, recipe.technical_weight)
+    held = examples.read_held_out(folder, files, coder, neighbours, recipe.skipped)
+    made = make_questions(read_articles(shared / "data"), coder)
+    for name, found in (("asked", asked), ("made", made), *held.items()):
+        packed.write_examples(out / f"{name}.npz", found)
+        _say({"file": name, "passages": len(found.passages), "questions": len(found.questions)})
+    packed.write_weights(out / "first.pt", from_encoder(read_encoder(_embedder()), SPEC, 0).state_dict())
+
+
+@app.command()
+def device_train(  # noqa: PLR0913  options of a command
+    out: Annotated[Path, typer.Option(help="Weights to write.")],
+    examples: Annotated[
+        str, typer.Option(help="asked: questions by people; made: questions made from text.")
+    ] = "asked",
+    data: Annotated[Path, typer.Option(help="Folder that `pack` wrote.")] = PACKED,
+    first: Annotated[Path | None, typer.Option(help="Weights to start with; default: the embedder's.")] = None,
+    teacher: Annotated[list[Path] | None, typer.Option(help="Weights of a reader that teaches; repeatable.")] = None,
+    taught: Annotated[float, typer.Option(min=0, max=1, help="Share of the loss that comes from teachers.")] = 0.0,
+    seconds: Annotated[float, typer.Option(help="End, with a learning rate of 0, after this time.")] = 60.0,
+    steps: Annotated[int, typer.Option(help="End after these steps.")] = 100_000,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 4e-4,
+    groups: Annotated[int, typer.Option(help="Questions of a step.")] = 64,
+    averaged: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the run, at its end, whose mean weights are the result.")
+    ] = 0.0,
+    dropout: Annotated[float, typer.Option(min=0, max=0.9, help="Of attention and inner layer.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Seed of the order of the data and dropout.")] = 0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that make batches.")] = 4,
+) -> None:
+    """Train on a GPU without texts and packages, then measure over held-out passages. Prints JSON lines."""
+    from dataclasses import asdict
+
+    from stillroom.models.reader_model import ReaderModel
+    from training.reader import device_train, packed
+    from training.reader.train import SPEC
+
+    def load(path: Path) -> ReaderModel:
+        model = ReaderModel(SPEC)
+        model.load_state_dict(packed.read_weights(path))
+        return model.to(device)
+
+    recipe = device_train.DeviceRecipe(
+        num_steps=steps,
+        seconds=seconds,
+        learning_rate=rate,
+        groups_per_step=groups,
+        taught=taught,
+        seed=seed,
+        dropout=dropout,
+        averaged=averaged,
+    )
+    model = load(first or data / "first.pt")
+    found = packed.read_examples_file(data / f"{examples}.npz")
+    num_steps = device_train.train_on_device(model, found, recipe, [load(one) for one in teacher or ()], _say, workers)
+    packed.write_weights(out, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
+    about: dict[str, Any] = {
+        "examples": examples,
+        "questions": len(found.questions),
+        "first": first.stem if first else None,
+    }
+    about["teachers"] = [one.stem for one in teacher or ()]
+    _say({"run": out.stem, "steps": num_steps, **about, "recipe": asdict(recipe)})
+    for path in sorted(data.glob("held-*.npz")):
+        measured = device_train.measure(model, packed.read_examples_file(path))
+        _say({"run": out.stem, "set": path.stem, **{name: round(value, 4) for name, value in measured.items()}})
+
+
+@app.command()
+def average(
+    weights: Annotated[list[Path], typer.Argument(help="Weights that `device-train` wrote, of runs with one start.")],
+    share: Annotated[
+        list[float] | None, typer.Option(min=0, help="Share of each in the mean, in order; default: equal.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Checkpoint to write, for `bundle` and `evaluate`.")] = TRAINED,
+) -> None:
+    """Average weights ("model soups", Wortsman and others 2022, https://arxiv.org/abs/2203.05482).
+
+    Log lines of the runs (`device-train`) belong into `log.jsonl` beside the checkpoint: `card` reads them.
+    """
+    import torch
+
+    from training.reader.packed import mean_weights, read_weights
+    from training.reader.train import SPEC, from_encoder, read_encoder
+
+    shares = share or [1.0] * len(weights)
+    if len(shares) != len(weights):
+        raise ValueError(f"{len(shares)} shares for {len(weights)} files of weights; give --share once for each")
+    state = mean_weights([read_weights(one) for one in weights], shares)
+    words = from_encoder(read_encoder(_embedder()), SPEC, 0).state_dict()["words.weight"]  # they were rounded
+    out.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": state | {"words.weight": words}}, out)
+    _say({"checkpoint": str(out), "mean": {one.stem: value for one, value in zip(weights, shares, strict=True)}})
 
 
 def run_training(trainer: Any, minutes: float | None) -> None:

@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,28 @@ def read_examples(
     return joined([people, own])
 
 
+def read_held_out(
+    reading_qa: Path, technical: Sequence[Path], coder: Coder, neighbours: NDArray[np.int32], skip: Sequence[str]
+) -> dict[str, ExampleSet]:
+    """Read the questions that `read_examples` leaves out."""
+    people = read_people(reading_qa, coder, neighbours, skip)
+    asked = set(read_people(reading_qa, coder, neighbours, skip, holds_out=True).questions)
+    rows = [row for file in technical for row in read_rows(file)]
+    held = {number for number, row in enumerate(rows) if is_held_out_passage(row["text"])}
+    own = read_technical(technical, coder, 1.0, 0)
+    return {
+        "held-people": _alone(people, [one for one in people.questions if one not in asked]),
+        "held-technical": _alone(own, [one for one in own.questions if one.passage in held]),
+    }
+
+
+def _alone(examples: ExampleSet, questions: Sequence[Question]) -> ExampleSet:
+    """Return these questions with their own passages only."""
+    numbers = {passage: number for number, passage in enumerate(sorted({one.passage for one in questions}))}
+    renamed = [replace(one, passage=numbers[one.passage], negatives=()) for one in questions]
+    return ExampleSet([examples.passages[passage] for passage in numbers], renamed)
+
+
 def _crop(passage: TokenisedPassage, keep: tuple[int, int], limit: int, rng: random.Random) -> tuple[int, int]:
     """Tokens [first, last) of a run of sentences around `keep`, of about `limit` tokens, cut like a chunk."""
     cuts = passage.cuts
@@ -253,15 +275,21 @@ def groups_of(examples: ExampleSet, seed: int, epoch: int, max_tokens: int) -> I
     ]
     rng.shuffle(asked)
     for question in asked:
-        draw = rng.random()
-        limit = rng.randint(64, max_tokens)
-        rows = []
-        if draw < 0.82 or not question.negatives:
-            rows.append(_row(question, examples.passages[question.passage], bool(question.spans), limit, 0, rng))
-        if draw > 0.66 and question.negatives:
-            negative = examples.passages[rng.choice(question.negatives)]
-            rows.append(_row(question, negative, False, limit, 0, rng))
-        yield rows
+        yield group_of(question, examples.passages, max_tokens, rng)
+
+
+def group_of(
+    question: Question, passages: Sequence[TokenisedPassage], max_tokens: int, rng: random.Random
+) -> list[Row]:
+    """Draw the rows of one question."""
+    draw = rng.random()
+    limit = rng.randint(64, max_tokens)
+    rows = []
+    if draw < 0.82 or not question.negatives:
+        rows.append(_row(question, passages[question.passage], bool(question.spans), limit, 0, rng))
+    if draw > 0.66 and question.negatives:
+        rows.append(_row(question, passages[rng.choice(question.negatives)], False, limit, 0, rng))
+    return rows
 
 
 def steps(

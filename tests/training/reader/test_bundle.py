@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from training.data.sources import PEOPLE
 from training.reader.bundle import bundle
 from training.reader.card import attribution, card, read_report
 from training.reader.card import count as count_sources
+from training.reader.device_train import DeviceRecipe
 from training.reader.evaluate import evaluate, open_reader
 from training.reader.examples import ExampleSet
 from training.reader.held_out import HeldOutQuestion, xquad
@@ -179,7 +181,19 @@ def test_card_states_counts_figures_and_licences(reading_qa: Path, technical: Pa
     assert max(map(len, text.splitlines())) < 700
 
 
+def test_card_states_the_runs_of_a_gpu_and_their_mean(reading_qa: Path, technical: Path) -> None:
+    recipe = asdict(DeviceRecipe(taught=0.7, seed=4))
+    start = {"run": "made", "steps": 3800, "examples": "made", "questions": 70806, "first": None, "teachers": []}
+    taught = {"run": "student", "steps": 1900, "examples": "asked", "questions": 9, "first": "made", "teachers": ["t1"]}
+    log: list[dict[str, Any]] = [{**start, "recipe": recipe}, {**taught, "recipe": recipe}, {"mean": {"student": 0.6}}]
+    text = card(count_sources(reading_qa, technical), log, None, None)
+    assert "70,806 questions made from text" in text and "the mean of 0.6 of student" in text
+    assert "| made | made from text | all-MiniLM-L6-v2 |  |  | 3,800 | 64 | 0.0004 | 0.05 |" in text
+    assert "| student | by people, technical | made | t1 | 0.7 | 1,900 |" in text
+
+
 def test_attribution_names_every_work(technical: Path) -> None:
     text = attribution(technical)
+    assert "MuSiQue" in text and "passages retrieved for 2WikiMultihopQA" in text and "Rust" not in text
     assert all(source.credit in text for source in PEOPLE) and "| town | Town records | MIT |" in text
     assert "all-MiniLM-L6-v2" in text
