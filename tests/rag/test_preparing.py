@@ -129,6 +129,22 @@ def test_full_budget_stops_with_the_documents_that_are_asked_for(docs: Path, tmp
         assert stillroom.ask("What did Vomira Nosric study ?").reuse.segments[1].reason == "prepared"
 
 
+def test_smaller_document_is_prepared_where_a_larger_one_has_no_room(docs: Path, tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb", config=PREPARED) as stillroom:
+        stillroom.add(docs)
+        (pevin,) = [one.document_id for one in stillroom.documents() if "pevin" in one.document_id]
+        num_bytes = stillroom.prepare(pevin).num_bytes
+    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=num_bytes, host_bytes=0)
+    with Stillroom.open(tmp_path / "small", config=dataclasses.replace(PREPARED, prepare=budget)) as stillroom:
+        stillroom.add(docs)
+        for _ in range(3):
+            stillroom.search("the mentor of Vomira Nosric", top_k=1)  # so the larger one comes first
+        report = stillroom.prepare()
+        assert report.is_full and not report.is_interrupted
+        assert (report.num_documents, report.num_bytes) == (1, num_bytes)
+        assert "prepared" in reasons(stillroom, "Who taught Pevin Jimlow ?")
+
+
 def test_cancelled_run_keeps_what_is_computed(docs: Path, tmp_path: Path) -> None:
     stop = Cancellation()
     with Stillroom.open(tmp_path / "kb", config=PREPARED) as stillroom:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_BETWEEN_PASSES = 60.0
 """After these, a budget that was full, or that has room again, is tried."""
+_MOST_WITHOUT_ROOM = 20
+"""Documents in a row without room after which a run ends: smaller ones behind a large one may fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class PrepareReport:
     """Bytes of prepared KV that no question has used yet."""
     seconds: float
     is_full: bool
-    """Whether it stopped because the budget is full (`prepare.disk_bytes`, `prepare.host_bytes`)."""
+    """Whether the budget had no room for a document (`prepare.disk_bytes`, `prepare.host_bytes`)."""
     is_interrupted: bool
     """Whether it ended before that for another reason: a signal, `stop`, an error."""
 
@@ -111,6 +113,8 @@ class DocumentPreparer:
     ) -> PrepareReport:
         """Prepare documents until all are prepared or the budget is full. What is kept already is not computed again.
 
+        A document for which the budget has no room is left out, and the next ones are tried.
+
         Args:
             documents: None: all.
             stop: ends the run from another thread; what is computed by then is kept.
@@ -125,7 +129,7 @@ class DocumentPreparer:
         stop, began, known = stop or Cancellation(), self._clock.monotonic(), {} if known is None else known
         infos = [info for info in self._kb.documents() if documents is None or info.document_id in documents]
         infos.sort(key=lambda info: preparing_order(info, self._demand))
-        total, counts = sum(info.num_chunks for info in infos), _Counts()
+        total, counts, num_without_room = sum(info.num_chunks for info in infos), _Counts(), 0
         windows: DocumentWindows | None = None
         try:
             windows = self._load()
@@ -137,14 +141,21 @@ class DocumentPreparer:
             for info in infos:
                 if known.get(info.document_id) == info.added_at:
                     counts.num_chunks += info.num_chunks
-                else:
+                    counts.num_documents += 1
+                    continue
+                try:
                     for _ in self._computed_windows(info, windows, counts, stop):
                         on_progress(PrepareProgress(counts.num_chunks, total))
-                    known[info.document_id] = info.added_at
+                except PreparedFullError:
+                    counts.is_full = True
+                    num_without_room += 1
+                    if num_without_room == _MOST_WITHOUT_ROOM:
+                        break
+                    continue
+                known[info.document_id] = info.added_at
                 counts.num_documents += 1
+                num_without_room = 0
             counts.is_interrupted = False
-        except PreparedFullError:
-            counts.is_full, counts.is_interrupted = True, False
         finally:
             self.report = PrepareReport(
                 num_documents_total=len(infos),
