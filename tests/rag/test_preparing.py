@@ -129,20 +129,23 @@ def test_full_budget_stops_with_the_documents_that_are_asked_for(docs: Path, tmp
         assert stillroom.ask("What did Vomira Nosric study ?").reuse.segments[1].reason == "prepared"
 
 
-def test_smaller_document_is_prepared_where_a_larger_one_has_no_room(docs: Path, tmp_path: Path) -> None:
+def test_beginning_of_a_document_is_prepared_where_the_whole_has_no_room(docs: Path, tmp_path: Path) -> None:
     with Stillroom.open(tmp_path / "kb", config=PREPARED) as stillroom:
         stillroom.add(docs)
-        (pevin,) = [one.document_id for one in stillroom.documents() if "pevin" in one.document_id]
-        num_bytes = stillroom.prepare(pevin).num_bytes
-    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=num_bytes, host_bytes=0)
+        (vomira,) = [one.document_id for one in stillroom.documents() if "vomira" in one.document_id]
+        whole = stillroom.prepare(vomira)
+    budget = dataclasses.replace(PREPARED.prepare, disk_bytes=whole.num_bytes - 1, host_bytes=0)
     with Stillroom.open(tmp_path / "small", config=dataclasses.replace(PREPARED, prepare=budget)) as stillroom:
         stillroom.add(docs)
-        for _ in range(3):
-            stillroom.search("the mentor of Vomira Nosric", top_k=1)  # so the larger one comes first
-        report = stillroom.prepare()
-        assert report.is_full and not report.is_interrupted
-        assert (report.num_documents, report.num_bytes) == (1, num_bytes)
-        assert "prepared" in reasons(stillroom, "Who taught Pevin Jimlow ?")
+        report, again = stillroom.prepare(vomira), stillroom.prepare(vomira)
+        assert whole.num_chunks == 3 and report.is_full and report.num_documents == 0
+        assert (report.num_chunks, report.num_computed, again.num_chunks, again.num_computed) == (2, 2, 2, 0)
+        (docs / "short.txt").write_text("The Berix sank .", encoding="utf-8")
+        stillroom.add(docs / "short.txt")
+        report = stillroom.prepare()  # takes less than the chunk without room
+        assert (report.num_documents, report.is_full) == (1, True)
+        assert report.num_chunks == 3 and report.num_bytes <= budget.disk_bytes
+        assert reasons(stillroom, "Who was the mentor of Vomira Nosric ?") > {"prepared"}
 
 
 def test_cancelled_run_keeps_what_is_computed(docs: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import itertools
 import math
 import queue
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.prompt_builder import PromptBuilder
@@ -41,6 +41,10 @@ class DocumentWindow:
     def new(self) -> tuple[Chunk, ...]:
         """The chunks that are prepared with this window."""
         return self.chunks[self.num_known :]
+
+    def first(self, count: int) -> "DocumentWindow":
+        """Return the window with the first `count` of its new chunks."""
+        return replace(self, chunks=self.chunks[: self.num_known + count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ HELP = help_text(
     "With --reuse prepared, each chunk is computed behind the chunks before it in its document, and a prompt uses it "
     "at any place; answers may differ from a full prefill's. With --reuse exact, each chunk is computed as the "
     "beginning of a prompt: the best chunk of a first question is found, and no token changes. Ask in the same mode.",
-    "Documents that searches return most come first, then the newest. A document for which the budget "
-    "(prepare.disk_bytes) has no room is left out. Ctrl-C keeps what is computed; the same command does the rest. With "
+    "Documents that searches return most come first, then the newest, as far as the budget has room "
+    "(prepare.disk_bytes). Ctrl-C keeps what is computed; the same command does the rest. With "
     "--json, one object is printed also then (is_interrupted). A server with reuse.mode = prepared does this by itself "
     "while it is idle. How it works: docs/prepared.md.",
     examples=(

@@ -169,15 +169,30 @@ class DocumentPreparer:
     def _computed_windows(
         self, info: DocumentInfo, windows: "DocumentWindows", counts: _Counts, stop: Cancellation
     ) -> Iterator["DocumentWindow"]:
-        """Compute the windows of a document, count them, and yield each when it is kept."""
+        """Compute the windows of a document, count them, and yield each when it is kept.
+
+        Raises:
+            PreparedFullError: the budget has no room for a window; its first chunks that have room are kept.
+        """
         chunks = self._kb.chunks_of(info.document_id)
         cut = windows.windows_of(chunks)
         counts.num_skipped += len(chunks) - sum(len(window.new) for window in cut)
         for window in cut:
-            stop.check()
-            counts.num_computed += len(window.new) * windows.compute(window, stop)
-            counts.num_chunks += len(window.new)
+            num_kept, end = 0, len(window.new)  # chunks that are kept, and the fewest that have no room, less one
+            while num_kept < end:
+                num_tried = end if num_kept == 0 and end == len(window.new) else num_kept + (end - num_kept + 1) // 2
+                stop.check()
+                try:
+                    is_computed = windows.compute(window.first(num_tried), stop)
+                except PreparedFullError:
+                    end = num_tried - 1
+                else:
+                    counts.num_computed += (num_tried - num_kept) * is_computed
+                    counts.num_chunks += num_tried - num_kept
+                    num_kept = num_tried
             yield window
+            if num_kept < len(window.new):
+                raise PreparedFullError("the budget of prepared KV is full")
 
     def begin(self) -> None:
         """Start the thread, which prepares all documents, again after each change of documents. Idempotent."""
