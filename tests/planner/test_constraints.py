@@ -1,7 +1,7 @@
 """VectorLiteRAG's constraints by hand, and the smallest hit rate against a search of all."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stillroom.planner.constraints import Shortfall, Sufficient, needed_rates, smallest_hit_rate
@@ -51,13 +51,14 @@ RATES = st.floats(0.05, 2.0)
 
 
 @given(RATES, RATES, st.floats(0.1, 20.0), st.floats(0.1, 20.0))
+@example(coarse=0.05, scan=0.5, generated=20.0, slo=0.5)
 def test_smallest_hit_rate_equals_brute_force(coarse: float, scan: float, generated: float, slo: float) -> None:
     rate, sizes = Linear(coarse, scan), (1, 2, 8)
     found = smallest_hit_rate(rate, sizes, generated, slo, step=0.05)
     enough = [
-        step / 20
-        for step in range(21)
-        if any(rate(step / 20, size) >= max(generated, 2 * size / slo) for size in sizes)
+        hit_rate
+        for hit_rate in (min(1.0, number * 0.05) for number in range(21))  # rounded like those that are tried
+        if any(rate(hit_rate, size) >= max(generated, 2 * size / slo) for size in sizes)
     ]
     if isinstance(found, Sufficient):
         assert found.hit_rate == pytest.approx(enough[0])
