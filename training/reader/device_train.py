@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stillroom.models.reader import MAX_ANSWER_TOKENS
 from stillroom.models.reader_model import ReaderModel
-from training.reader.examples import SEP, ExampleSet, Question, Row, group_of
+from training.reader.examples import SEP, ExampleSet, Question, Row, groups_of
 
 # R rows, G groups, N tokens, S answers
 
@@ -118,13 +118,6 @@ class DeviceStep:
         return cls(inputs, may_answer, move(step.group_R), *answers, step.num_groups)
 
 
-def _groups(examples: ExampleSet, questions: Sequence[Question], seed: str, max_tokens: int) -> list[list[Row]]:
-    rng = random.Random(seed)
-    asked = [one for one in questions for _ in range(int(one.weight) + (rng.random() < one.weight % 1))]
-    rng.shuffle(asked)
-    return [group_of(one, examples.passages, max_tokens, rng) for one in asked]
-
-
 _examples = ExampleSet([], [])
 """Of a process that makes batches."""
 
@@ -134,10 +127,11 @@ def _keep(examples: ExampleSet) -> None:
     _examples = examples
 
 
-def _part(seed: str, part: slice, groups_per_step: int, max_tokens: int) -> list[StepInput]:
+def _part(seed: int, epoch: int, part: slice, groups_per_step: int, max_tokens: int) -> list[StepInput]:
     """Make the steps of a part of an epoch; groups of similar length stay together."""
-    groups = _groups(_examples, _examples.questions[part], seed, max_tokens)
-    rng, made = random.Random(seed + "/order"), []
+    asked = ExampleSet(_examples.passages, _examples.questions[part])
+    groups = list(groups_of(asked, seed, epoch, max_tokens))
+    rng, made = random.Random(f"order/{seed}/{epoch}/{part.start}"), list[list[list[Row]]]()
     for start in range(0, len(groups), groups_per_step * _WINDOW):
         window = groups[start : start + groups_per_step * _WINDOW]
         window.sort(key=lambda rows: max(len(row.ids) for row in rows))
@@ -155,10 +149,10 @@ def step_inputs(examples: ExampleSet, recipe: DeviceRecipe, num_processes: int =
     num_parts = max(1, len(examples.questions) // (recipe.groups_per_step * 64))
     sizes = (recipe.groups_per_step, recipe.max_tokens)
 
-    def tasks() -> Iterator[tuple[str, slice]]:
+    def tasks() -> Iterator[tuple[int, int, slice]]:
         for epoch in count():
             for part in range(num_parts):
-                yield f"{recipe.seed}/{epoch}/{part}", slice(part, None, num_parts)
+                yield recipe.seed, epoch, slice(part, None, num_parts)
 
     if not num_processes:
         _keep(examples)
