@@ -1,9 +1,12 @@
 """Fixtures of all tests. Tests run offline, whatever the environment says."""
 
 import asyncio
+import functools
+import gc
 import importlib.util
 import os
 import shutil
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,21 @@ def servers_stop_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvicorn.server, "asyncio", ShortPauses())
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """httpx reads the authorities' certificates for each client, in 20 ms; hundreds of tests make some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries_are_no_garbage() -> None:
+    """Collections of garbage skip the half million objects of imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

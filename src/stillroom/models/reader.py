@@ -144,13 +144,11 @@ def load_reader(folder: Path, embedder: Path, dtype: torch.dtype, device: torch.
         ModelError: a file is missing or damaged, or the embedder is not the one that the reader was trained from.
     """
     sizes = read_json(folder, "config.json")
-    model = ReaderModel(ReaderSpec(**sizes["spec"]))
     try:
         weights = load_file(folder / "model.safetensors")
         with safe_open(embedder / "model.safetensors", framework="pt") as tensors:
             words = tensors.get_tensor("embeddings.word_embeddings.weight")
-        weights["words.weight"] = words
-        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+        model = ReaderModel.with_weights(ReaderSpec(**sizes["spec"]), {**weights, "words.weight": words})
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(f"the reader in {folder} cannot be loaded ({error}); install the package again") from error
     wanted = sizes.get("word_embeddings_sha256")

@@ -8,6 +8,7 @@ under autocast, which would convert the scores of all pairs twice.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,18 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor
 
 
 class BertEncoder(nn.Module):
+    @classmethod
+    def with_weights(cls, spec: BertSpec, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Self:
+        """Make an encoder with float32 copies of these tensors, for inference.
+
+        Raises:
+            RuntimeError: a tensor is missing, unknown, or of another shape.
+        """
+        with torch.device("meta"):  # random weights would take longer than copying the given ones
+            model = cls(spec)
+        model.to_empty(device=device).load_state_dict(tensors)
+        return model.eval().requires_grad_(False)
+
     def __init__(self, spec: BertSpec) -> None:
         super().__init__()
         self.words = nn.Embedding(spec.vocab_size, spec.hidden_size)

@@ -4,6 +4,7 @@ Reading takes milliseconds, importing sentence-transformers seconds. Counting to
 sparse searches need only this module.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -42,14 +43,10 @@ class ModelFiles:
         """The tokenizer without truncation and padding; safe to share between threads."""
         path = self.folder / "tokenizer.json"
         if path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
-        else:
-            from transformers import AutoTokenizer
+            return _tokenizer_of(path, _version(path))
+        from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(str(self.folder), use_fast=True).backend_tokenizer
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return _without_limits(AutoTokenizer.from_pretrained(str(self.folder), use_fast=True).backend_tokenizer)
 
     @cached_property
     def max_seq_length(self) -> int:
@@ -104,9 +101,7 @@ class ModelFiles:
             name = path.relative_to(self.folder).as_posix()
             is_part = path.suffix in (".safetensors", ".bin", ".model") or path.name in _CONFIG_FILES
             if path.is_file() and is_part and not name.startswith((".", "onnx/", "openvino/")):
-                with path.open("rb") as stream:
-                    content = hashlib.file_digest(stream, "sha256").hexdigest()
-                digest.update(f"{name}\0{content}\n".encode())
+                digest.update(f"{name}\0{_sha256_of(path, _version(path))}\n".encode())
         return digest.hexdigest()[:32]
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -134,6 +129,33 @@ _BERT_SIZES = frozenset(
 _CONFIG_FILES = frozenset(
     {"config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "tokenizer.json"}
 )
+
+
+_Version = tuple[int, int, int]
+
+
+def _version(path: Path) -> _Version:
+    """Return what changes when a file is written or replaced: inode, size in bytes, time of the last change in ns."""
+    found = path.stat()
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256_of(path: Path, _version: _Version) -> str:
+    """Read once per process: each tenant and each knowledge base has an embedder."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer_of(path: Path, _version: _Version) -> Tokenizer:
+    return _without_limits(Tokenizer.from_file(str(path)))
+
+
+def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def locate_model(model: str) -> Path:
