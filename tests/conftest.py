@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test can
 
 settings.register_profile("stillroom", deadline=None)  # a busy machine must not fail a test
+settings.register_profile("quick", settings.get_profile("stillroom"), max_examples=30)  # `make test`
 settings.load_profile("stillroom")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -250,7 +250,9 @@ def run_over_a_fake(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "s
     return subprocess.run(command, input=stdin, capture_output=True, cwd=root, env=environment, check=False)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize(
+    "encoding", ["ascii", *(pytest.param(name, marks=pytest.mark.slow) for name in ("latin-1", "utf-8"))]
+)
 def test_json_output_is_valid_in_every_encoding(encoding: str) -> None:
     query = "caf\u00e9 \u20ac \U0001f600"
     found = run_over_a_fake("search", query, "--json", encoding=encoding)

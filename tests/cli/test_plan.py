@@ -110,7 +110,7 @@ def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
     assert found["search_model"]["per_query"] >= 0 and found["workload"]["requests"] == 6
 
 
-@pytest.mark.parametrize("hot_bytes", [0, 1000])
+@pytest.mark.parametrize("hot_bytes", [pytest.param(0, marks=pytest.mark.slow), 1000])
 def test_plan_searches_with_the_calibrated_effort_and_copies_no_vectors(
     lists_kb: Path, hot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +128,7 @@ def test_plan_searches_with_the_calibrated_effort_and_copies_no_vectors(
     assert make_inputs.index.profile.sizes.sum() == 640 and all(one.dense_seconds > 0 for one in make_inputs.found)
 
 
+@pytest.mark.slow
 def test_plan_for_a_device_shared_by_lists_and_kv(run: Run, lists_kb: Path) -> None:
     Path("stillroom.toml").write_text('[index]\nkind = "ivf_pq"\ndevice_bytes = 1000000\ndevices = "cpu"\n')
     ran = run("plan", "--slo-ttft", "100s", "--kb", lists_kb, "--ram", "64MiB", "--apply", "--json", *SMALL)

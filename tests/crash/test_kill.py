@@ -45,7 +45,7 @@ def test_kills_and_full_disks_leave_whole_documents(faulty: CrashFixture) -> Non
     assert kill_everywhere(faulty, "flat", 2, 1, random.Random(SEED)) >= 11, "threads vary the number of operations"
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", [pytest.param("hnsw", marks=pytest.mark.slow), *KINDS[2:]])
 def test_kill_during_an_index_update_of_each_kind(faulty: CrashFixture, kind: str) -> None:
     (case,) = faulty.cases(kind, ("update",))
     middle = case.num_operations // 2
@@ -74,7 +74,7 @@ def first_case(crash: CrashFixture, name: str) -> CrashCase:
     return next(crash.cases("flat", (name,)))
 
 
-@pytest.mark.parametrize("max_file_bytes", [30_000, 80_000])
+@pytest.mark.parametrize("max_file_bytes", [pytest.param(30_000, marks=pytest.mark.slow), 80_000])
 def test_file_size_limit_ends_with_a_storage_error(crash: CrashFixture, max_file_bytes: int) -> None:
     case = first_case(crash, "add")
     ended = crash.run_disturbed(case, {"max_file_bytes": max_file_bytes})

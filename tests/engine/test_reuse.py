@@ -89,7 +89,7 @@ def check_soak(fixture: EngineFixture) -> None:
     assert fixture.tree.num_bytes(Tier.HOST) == fixture.tree.num_bytes(Tier.DISK) == 0
 
 
-@pytest.mark.parametrize("preload", ["off", "layers"])
+@pytest.mark.parametrize("preload", [pytest.param("off", marks=pytest.mark.slow), "layers"])
 def test_soak_changes_no_token(decoder: Decoder, tmp_path: Path, preload: str) -> None:
     check_soak(soak(decoder, tmp_path, 300, seed=1, preload=preload))
 

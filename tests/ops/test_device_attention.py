@@ -88,8 +88,7 @@ def test_shapes_of_heads(heads: tuple[int, int, int]) -> None:
     torch.testing.assert_close(kernel(case.q, case.kv, case.plan.tensors, (8, 1), limits), case.expected(limits))
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-@pytest.mark.parametrize("num_splits", [2, 4, 16])
+@pytest.mark.parametrize(("num_splits", "limits"), [(2, LIMITS[0]), *((4, one) for one in LIMITS), (16, LIMITS[-1])])
 def test_splitting_a_context_changes_no_result(num_splits: int, limits: Limits) -> None:
     case = AttentionCase([(1, 1), (1, 64), (1, 65), (1, 300)])
     out = kernel(case.q, case.kv, case.plan.tensors, (1, num_splits), limits)
@@ -110,7 +109,7 @@ sequences_of_a_step = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     sequences_of_a_step,
     st.integers(1, 8),

@@ -23,7 +23,7 @@ BUDGETS = Budgets(device=512, ram=ALL + 300, disk=ALL + KV_ON_DISK)
 EASY = Target(100.0, 95.0)
 
 
-@pytest.mark.parametrize("percent", [50.0, 95.0])
+@pytest.mark.parametrize("percent", [pytest.param(50.0, marks=pytest.mark.slow), 95.0])
 def test_choice_is_the_best_of_all_splits(percent: float) -> None:
     plan = make_plan(Forecaster(make_inputs(rate=4.0)), BUDGETS, Target(100.0, percent))
 
@@ -37,6 +37,7 @@ def test_choice_is_the_best_of_all_splits(percent: float) -> None:
     assert plan.chosen.split.host_lists == min(nearly)
 
 
+@pytest.mark.slow
 def test_costs_decide_whether_lists_or_kv_get_the_memory() -> None:
     """If a list on disk costs nothing, RAM goes to KV."""
     free, dear = (
@@ -174,6 +175,7 @@ def test_choice_with_devices_is_the_best_of_all_splits() -> None:
     assert chosen.device_kv == 700 - chosen.device_lists
 
 
+@pytest.mark.slow
 def test_device_holds_lists_only_if_that_is_faster() -> None:
     """A query and its two lists take 4 ms in RAM."""
     fast, slow = (

@@ -148,7 +148,8 @@ def load_reader(folder: Path, embedder: Path, dtype: torch.dtype, device: torch.
         weights = load_file(folder / "model.safetensors")
         with safe_open(embedder / "model.safetensors", framework="pt") as tensors:
             words = tensors.get_tensor("embeddings.word_embeddings.weight")
-        model = ReaderModel.with_weights(ReaderSpec(**sizes["spec"]), {**weights, "words.weight": words})
+        model = ReaderModel(ReaderSpec(**sizes["spec"]))
+        model.load_state_dict({**weights, "words.weight": words})
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(f"the reader in {folder} cannot be loaded ({error}); install the package again") from error
     wanted = sizes.get("word_embeddings_sha256")

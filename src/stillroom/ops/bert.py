@@ -8,7 +8,6 @@ under autocast, which would convert the scores of all pairs twice.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +29,21 @@ class BertSpec:
     """Of layer norms."""
 
 
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
 class _Linear(nn.Linear):
     """A product that gives a row the same bits whichever rows are computed with it, also in bfloat16 on a CPU.
 
     With AMX, oneDNN adds 1,536 inputs in another order for 33 to 383 rows than for fewer or more. There, rows of zeros
     are added.
     """
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
@@ -121,23 +129,13 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor
 
 
 class BertEncoder(nn.Module):
-    @classmethod
-    def with_weights(cls, spec: BertSpec, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Self:
-        """Make an encoder with float32 copies of these tensors, for inference.
-
-        Raises:
-            RuntimeError: a tensor is missing, unknown, or of another shape.
-        """
-        with torch.device("meta"):  # random weights would take longer than copying the given ones
-            model = cls(spec)
-        model.to_empty(device=device).load_state_dict(tensors)
-        return model.eval().requires_grad_(False)
+    """All weights are zeros until a checkpoint is loaded: drawing random ones takes longer than reading a file."""
 
     def __init__(self, spec: BertSpec) -> None:
         super().__init__()
-        self.words = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.positions = nn.Embedding(spec.max_positions, spec.hidden_size)
-        self.parts = nn.Embedding(spec.num_parts, spec.hidden_size)
+        self.words = _Embedding(spec.vocab_size, spec.hidden_size)
+        self.positions = _Embedding(spec.max_positions, spec.hidden_size)
+        self.parts = _Embedding(spec.num_parts, spec.hidden_size)
         self.norm = nn.LayerNorm(spec.hidden_size, eps=spec.epsilon)
         self.layers = nn.ModuleList(_Layer(spec) for _ in range(spec.num_layers))
 

@@ -66,7 +66,9 @@ class BertTextEncoder:
             epsilon=config["layer_norm_eps"],
         )
         tensors = tensors_of_checkpoint(load_file(files.folder / "model.safetensors"), spec.num_layers)
-        self._model = BertEncoder.with_weights(spec, tensors, device)
+        self._model = BertEncoder(spec)
+        self._model.load_state_dict(tensors)
+        self._model.to(device, torch.float32).eval().requires_grad_(False)
         self._files = files
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import RuntimeConfig
-from stillroom.core.clock import SystemClock
+from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
@@ -71,12 +71,14 @@ def run_lookup(
     work_dir: Path,
     *,
     shape: Shape | None = None,
+    clock: Clock | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> BenchResult:
     """Run the benchmark.
 
     Args:
         work_dir: folder that keeps checkpoints between runs.
+        clock: of the engines, by which they decide whether proposing pays; None: the system's.
     """
     environment, shape = record_environment(), shape or Shape()
 
@@ -88,7 +90,7 @@ def run_lookup(
     vocab_size = decoder.spec.vocab_size
     most = {OFF: 0, ON: options.num_proposed}
     engines = {
-        name: build_engine(decoder, RuntimeConfig(prompt_lookup=number), SystemClock())[0]
+        name: build_engine(decoder, RuntimeConfig(prompt_lookup=number), clock or SystemClock())[0]
         for name, number in most.items()
     }
 

@@ -109,7 +109,7 @@ def test_device_without_memory_is_left_out(
     tiers.close()
 
 
-@pytest.mark.parametrize("one_in", [2, 7, 60])
+@pytest.mark.parametrize("one_in", [2, pytest.param(7, marks=pytest.mark.slow), 60])
 def test_filter_gives_the_same_results_with_lists_on_devices(
     tmp_path: Path, one_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +130,7 @@ def test_filter_gives_the_same_results_with_lists_on_devices(
     index.close()
 
 
-@pytest.mark.parametrize("hot_bytes", [0, 30_000])
+@pytest.mark.parametrize("hot_bytes", [pytest.param(0, marks=pytest.mark.slow), 30_000])
 def test_index_with_lists_on_devices_finds_what_ram_finds(tmp_path: Path, hot_bytes: int) -> None:
     """Every candidate is scored again with its full vector, so rounding on the device has no effect."""
     config = dataclasses.replace(CONFIG, device_bytes=3000, hot_bytes=hot_bytes, refine=20)

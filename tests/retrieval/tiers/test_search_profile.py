@@ -13,6 +13,7 @@ from stillroom_bench.experiments.tiered_throughput import made_lists
 SCOPE = TieredOptions(size=8000, nlist=64, nprobe=8)
 
 
+@pytest.mark.slow  # times searches
 def test_a_profile_counts_the_lists_and_predicts_from_them(tmp_path: Path) -> None:
     lists = made_lists(SCOPE)
     queries = np.ascontiguousarray(lists.quantizer.reconstruct_n(0, 20))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stillroom.models.reader_model import ReaderModel, ReaderSpec
+from tests.random_reader import drawn
 from training.reader.device_train import (
     DeviceRecipe,
     DeviceStep,
@@ -29,8 +30,7 @@ CPU = torch.device("cpu")
 
 
 def tiny_model(seed: int = 0) -> ReaderModel:
-    torch.manual_seed(seed)
-    return ReaderModel(SPEC)
+    return drawn(ReaderModel(SPEC), seed)
 
 
 def examples(num_questions: int = 40) -> ExampleSet:
@@ -78,6 +78,7 @@ def test_a_reader_that_teaches_itself_has_nothing_to_learn() -> None:
     assert torch.autograd.grad(other, model.head.weight)[0].abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_training_and_measuring(tmp_path: Path) -> None:
     data, model = examples(120), tiny_model()
     recipe = DeviceRecipe(num_steps=150, learning_rate=1e-2, warm_up=10, groups_per_step=8, max_tokens=64)
