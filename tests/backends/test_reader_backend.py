@@ -194,6 +194,7 @@ def test_a_closed_stillroom_answers_no_more_and_closing_is_idempotent(knowledge:
     stream.cancel()
 
 
+@pytest.mark.slow
 def test_a_fork_refuses_instead_of_waiting_for_a_thread_that_it_does_not_have(knowledge: Path, folder: Path) -> None:
     script = (
         "import os, sys\n"

@@ -72,7 +72,10 @@ def test_kv_is_loaded_from_host_only_if_that_is_faster_than_computing() -> None:
     assert [runtime.ask([PROMPT, other, PROMPT]).num_kept_tokens for runtime in (fast, slow)] == [16 + 112, 16 + 16]
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if number < 3 else pytest.mark.slow) for number, name in enumerate(EXPERIMENTS)],
+)
 def test_experiment_fills_its_tables_and_is_deterministic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "RATES", (0.5, 2.0))
     monkeypatch.setattr(simulate, "TABLE_2", {"mmlu": {8: simulate.TABLE_2["mmlu"][8]}})

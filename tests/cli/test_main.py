@@ -202,7 +202,7 @@ def test_closed_stdout_exits_141_silently() -> None:
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("args", [["list"], ["list", "--json"], ["ask", "why?"]])
+@pytest.mark.parametrize("args", [["list"], pytest.param(["list", "--json"], marks=pytest.mark.slow), ["ask", "why?"]])
 @pytest.mark.parametrize(
     ("redirection", "reason"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
 )

@@ -42,10 +42,10 @@ def kill_everywhere(crash: CrashFixture, kind: str, num_kills: int, num_faults: 
 
 
 def test_kills_and_full_disks_leave_whole_documents(faulty: CrashFixture) -> None:
-    assert kill_everywhere(faulty, "flat", 2, 1, random.Random(SEED)) >= 11, "threads vary the number of operations"
+    assert kill_everywhere(faulty, "flat", 1, 1, random.Random(SEED)) >= 5, "threads vary the number of operations"
 
 
-@pytest.mark.parametrize("kind", [pytest.param("hnsw", marks=pytest.mark.slow), *KINDS[2:]])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:3]), *KINDS[3:]])
 def test_kill_during_an_index_update_of_each_kind(faulty: CrashFixture, kind: str) -> None:
     (case,) = faulty.cases(kind, ("update",))
     middle = case.num_operations // 2

@@ -60,7 +60,7 @@ def check(text: str) -> None:
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     num_blocks=st.sampled_from([14, 200]),
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_answers_are_valid_and_the_same_alone(
     folder: Path, tokenizer: Tokenizer, constraints: JsonConstraints, seed: int, counts: list[int], num_blocks: int
 ) -> None:

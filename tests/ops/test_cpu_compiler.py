@@ -43,6 +43,7 @@ def test_only_prange_loops_are_parallel(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN], env=environment, check=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_starting_numba_leaves_the_number_of_threads_as_it_was() -> None:
     code = (
         "import torch\nfrom stillroom.ops.cpu_kernels import use_threads\n"
@@ -100,6 +101,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_two_models_can_compute_at_once_with_numbas_workqueue(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
     environment = os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}

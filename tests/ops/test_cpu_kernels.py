@@ -337,6 +337,7 @@ assert compiled() == before, "a user would have waited for the compiler"
 """
 
 
+@pytest.mark.slow
 def test_compile_all_compiles_every_kernel_of_a_plain_model(tmp_path: Path) -> None:
     """Runs in a process of its own, because other tests may have compiled kernels that `compile_all` forgets."""
     random_checkpoint(tmp_path, "Llama")

@@ -68,7 +68,7 @@ def test_plan_that_meets_its_target_reports_the_sustained_rate() -> None:
     assert plan.target.is_met(just) and not plan.target.is_met(beyond)
 
 
-@pytest.mark.parametrize("seconds_per_token", [0.001, 1e-6])
+@pytest.mark.parametrize("seconds_per_token", [0.001, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_rate_above_the_throughput_misses_the_target(
     seconds_per_token: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +99,7 @@ def test_highest_rate_tried_is_reported_as_at_least(capsys: pytest.CaptureFixtur
     assert "sustained up to at least 0.64/s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_binding_constraint_is_prefill_search_or_load() -> None:
     slow = make_plan(Forecaster(with_costs(make_inputs(), 0.1)), BUDGETS, Target(0.05, 95.0)).binding
     assert slow is not None and slow.constraint == "prefill"
@@ -159,6 +160,7 @@ def on_one_device(device: int, ram: int = 0) -> Budgets:
     return Budgets(device=device, ram=ram, disk=ALL + KV_ON_DISK, device_lists=device, shares_device=True)
 
 
+@pytest.mark.slow
 def test_choice_with_devices_is_the_best_of_all_splits() -> None:
     few = make_inputs(rate=4.0, num_devices=1, num_requests=10)
     plan = make_plan(Forecaster(few), on_one_device(700, ram=ALL), EASY)

@@ -131,7 +131,7 @@ LISTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lists=LISTS,
     steps=st.lists(st.integers(0, 6), min_size=5, max_size=5),

@@ -102,7 +102,7 @@ def store_for(decoder: Decoder, seed: int = 0) -> DeviceStore:
     return store
 
 
-@pytest.mark.parametrize("way", ["kernels", "reference"])
+@pytest.mark.parametrize("way", ["kernels", pytest.param("reference", marks=pytest.mark.slow)])
 def test_logits_are_the_same_and_padding_writes_to_the_scratch_slot_only(
     folder: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

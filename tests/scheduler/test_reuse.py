@@ -265,7 +265,13 @@ def test_another_process_takes_the_same_steps() -> None:
     assert here == other and len(here) > 1000
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(name, marks=() if name in ("lru", "pgdsf", "prefix_heat") else pytest.mark.slow)
+        for name in sorted(POLICIES)
+    ],
+)
 def test_hundreds_of_requests_with_eviction_in_every_tier(policy: str) -> None:
     scheduling = sorted(SCHEDULING)[len(policy) % len(SCHEDULING)]
     fixture = SchedulerFixture(1, policy=policy, scheduling=scheduling)

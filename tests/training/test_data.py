@@ -109,6 +109,7 @@ def test_training_worlds_share_no_names_with_evaluation_worlds(small_data: Path)
     assert not held & trained
 
 
+@pytest.mark.slow
 def test_data_are_reproducible_byte_by_byte(small_shared: Path, small_data: Path, tmp_path: Path) -> None:
     prepare(small_shared, tmp_path, SMALL, lambda line: None)
     assert verified_digest(tmp_path) == verified_digest(small_data)

@@ -74,6 +74,7 @@ def assert_same_state(one: Any, two: Any) -> None:
         assert one == two
 
 
+@pytest.mark.slow
 def test_resumed_run_is_bit_identical(small_data: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     outcome = Trainer(RECIPE, QUICK, small_data, whole).train()

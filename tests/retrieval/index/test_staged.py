@@ -181,7 +181,7 @@ def found(result: SearchResult) -> list[tuple[int, float, dict[str, float]]]:
 
 
 @pytest.mark.parametrize("fusion", ["convex", "rrf", "minmax"])
-@pytest.mark.parametrize("kind", ["flat", "hnsw", "ivf_pq"])
+@pytest.mark.parametrize("kind", ["flat", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hnsw", "ivf_pq"))])
 def test_last_stage_of_every_mode_equals_the_plain_search(
     open_kb: OpenKb, docs: Path, kind: IndexKind, fusion: FusionName
 ) -> None:

@@ -82,7 +82,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(start=st.integers(150, 700), steps=STEPS, refine=st.sampled_from([0, 1, 3]), k=st.integers(1, 40))
 def test_any_history_finds_what_the_index_in_ram_finds(
     tmp_path_factory: pytest.TempPathFactory, start: int, steps: list[tuple[str, int]], refine: int, k: int
@@ -215,7 +215,7 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
         ListFile(tmp_path / "nothing")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_never_served(tmp_path_factory: pytest.TempPathFactory, place: float, bit: int) -> None:
     """A flipped bit is refused on opening or on first use, or is in padding."""
