@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from stillroom.errors import UsageError
 from stillroom.models.loader import load_decoder
 from stillroom_bench.quality.quality_options import RuntimeOptions
-from stillroom_bench.quality.runtime import INT8, OURS, W8A8, Shape, run_runtime, write_checkpoint
+from stillroom_bench.quality.runtime import OURS, ROUNDED, Shape, run_runtime, write_checkpoint
 
-RUNTIMES = {OURS, INT8, W8A8, "transformers"}
+RUNTIMES = {OURS, *ROUNDED, "transformers"}
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 
 

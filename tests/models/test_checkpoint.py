@@ -245,7 +245,11 @@ def test_damaged_checkpoints_raise_errors_that_say_what_to_do(folder: Path, dama
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
-@pytest.mark.parametrize("load", [{}, {"weights": "int8"}, {"dtype": "bfloat16"}], ids=["as-is", "int8", "narrowed"])
+@pytest.mark.parametrize(
+    "load",
+    [{}, {"weights": "int8"}, {"weights": "int4"}, {"dtype": "bfloat16"}],
+    ids=["as-is", "int8", "int4", "narrowed"],
+)
 def test_copied_tensors_are_unmapped_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load: dict[str, Any]
 ) -> None:

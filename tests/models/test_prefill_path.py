@@ -60,14 +60,17 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("weights", "tolerance"), [("int8", 2e-2), ("w8a8", 5e-2)])
-def test_prefill_path_equals_the_general_path_with_weights_in_8_bits(
+@pytest.mark.parametrize(("weights", "tolerance"), [("int8", 2e-2), ("w8a8", 5e-2), ("int4", 2e-2)])
+def test_prefill_path_equals_the_general_path_with_rounded_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights, tolerance: float
 ) -> None:
     monkeypatch.setattr("stillroom.ops.linear.most_rows_of_int8_kernel", lambda rounds_inputs: 8)
+    monkeypatch.setattr("stillroom.ops.linear.most_rows_of_int4_kernel", lambda: 8)
     monkeypatch.setattr("stillroom.ops.linear.is_int8_faster", lambda: True)
-    decoder = load(tmp_path, weights=weights)
-    assert decoder._prefill_path is not None
+    decoder = load(tmp_path, weights=weights, hidden_size=64, num_attention_heads=4, intermediate_size=128)
+    mlp = decoder.weights.layers[0].experts[0]
+    assert decoder._prefill_path is not None and mlp.down.has_codes == (weights == "int4")
+    assert not decoder.weights.lm_head.has_codes
     hidden, store = run(decoder, [19, 28, 29])
     monkeypatch.setattr(decoder, "_prefill_path", None)
     expected, expected_store = run(decoder, [19, 28, 29])

@@ -20,7 +20,9 @@ CARD = {"single": 0.912, "split": 0.840, "twohop": 0.472, "chain": 0.480}
 
 
 @pytest.mark.shared
-@pytest.mark.parametrize(("weights", "tolerance"), [("checkpoint", 0.001), ("int8", 0.025), ("w8a8", 0.025)])
+@pytest.mark.parametrize(
+    ("weights", "tolerance"), [("checkpoint", 0.001), ("int8", 0.025), ("w8a8", 0.025), ("int4", 0.06)]
+)
 @pytest.mark.slow  # 500 questions
 def test_exact_match_equals_the_model_card(shared: Path, weights: Weights, tolerance: float) -> None:
     model = load_model("bundled:microworld", device="cpu", weights=weights)

@@ -21,7 +21,7 @@ LoadChoice = Literal["measured", "always"]
 PrepareWhen = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "on", "off"]
 Preload = Literal["off", "layers"]
-Weights = Literal["checkpoint", "int8", "w8a8"]
+Weights = Literal["checkpoint", "int8", "w8a8", "int4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ class RuntimeConfig:
     weights: Weights = "checkpoint"
     """`int8`: rounds weights to 8 bits while loading; half the memory of bfloat16 and faster decoding on a CPU; answers
     may differ (docs/runtime-bench.md). `w8a8`: also rounds the inputs of prompts' products, each token with its own
-    scale; faster prefill. `checkpoint`: as stored."""
+    scale; faster prefill. `int4`: rounds all but the last matrix to 4 bits; answers differ more often. `checkpoint`: as
+    stored."""
     max_model_len: AtLeastZero = 0
     """Most tokens of a prompt with its answer. 0: the model's limit; for a longrope model (Phi-3 128k) the length of
     its first training, because greater lengths need other rotary frequencies for every prompt."""

@@ -17,9 +17,12 @@ from stillroom.models.mixture_of_experts import GatedMlp
 from stillroom.models.spec import AGAIN, ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.models.weights import DecoderWeights, LayerWeights
+from stillroom.ops.cpu_codes import BLOCK
 from stillroom.ops.linear import Linear
 from stillroom.ops.rope import RopeSpec
 
+_HEADS = ("lm_head.", "embed_tokens.")
+"""The last matrix of a model; rounded to 8 bits at least, because errors of its logits reach the answer directly."""
 _BASES = ("model.", "language_model.model.", "model.language_model.")
 """Prefixes of the decoder's tensors; the later ones are those of checkpoints with a vision tower."""
 
@@ -126,8 +129,11 @@ class _Reader:
         self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool, weights: Weights
     ) -> None:
         self.files, self.device, self.dtype = files, device, dtype
-        self.has_offset_norms, self.is_int8 = has_offset_norms, weights != "checkpoint"
-        self.rounds_inputs = weights == "w8a8"
+        self.has_offset_norms, self.weights = has_offset_norms, weights
+
+    @property
+    def is_rounded(self) -> bool:
+        return self.weights != "checkpoint"
 
     def __call__(self, name: str, *shape: int, is_copied: bool = False) -> torch.Tensor:
         """
@@ -170,11 +176,13 @@ class _Reader:
         return self._stacked(names, heights, width, has_bias)
 
     def _stacked(self, names: list[str], heights: list[int], width: int, has_bias: bool) -> Linear:
-        sizes, is_copied = list(zip(names, heights, strict=True)), self.is_int8 or len(names) > 1
+        sizes, is_copied = list(zip(names, heights, strict=True)), self.is_rounded or len(names) > 1
         parts = [self(f"{name}weight", height, width, is_copied=is_copied) for name, height in sizes]
         bias = torch.cat([self(f"{name}bias", height) for name, height in sizes]) if has_bias else None
-        if self.is_int8:
-            return Linear.int8(parts, bias, rounds_inputs=self.rounds_inputs)
+        if self.weights == "int4" and width % BLOCK == 0 and not names[0].endswith(_HEADS):
+            return Linear.int4(parts, bias)
+        if self.is_rounded:
+            return Linear.int8(parts, bias, rounds_inputs=self.weights == "w8a8")
         return Linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
 
@@ -184,7 +192,7 @@ def _load_weights(spec: ModelSpec, read: _Reader) -> DecoderWeights:
         raise ModelError(f"the weights have more layers than config.json says ({spec.num_layers}); {AGAIN}")
     embedding = read(base + "embed_tokens.weight", spec.vocab_size, spec.hidden_size)
     head = base + "embed_tokens." if spec.is_tied else "lm_head."
-    is_shared = spec.is_tied and not read.is_int8
+    is_shared = spec.is_tied and not read.is_rounded
     weights = DecoderWeights(
         embedding_VM=embedding,
         layers=tuple(_load_layer(spec, read, f"{base}layers.{i}.", i) for i in range(spec.num_layers)),
@@ -229,7 +237,7 @@ def _load_mlp(spec: ModelSpec, read: _Reader, prefix: str, index: int) -> tuple[
         _load_gated(spec, read, f"{mlp}experts.{expert}.", names, mixture.intermediate_size)
         for expert in range(mixture.num_experts)
     )
-    # never int8: the choice of experts can depend on the last bits of the router's logits
+    # never rounded: the choice of experts can depend on the last bits of the router's logits
     return Linear(read(mlp + "gate.weight", mixture.num_experts, spec.hidden_size)), experts
 
 

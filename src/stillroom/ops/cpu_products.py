@@ -12,6 +12,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from stillroom.ops.cpu_codes import linear_codes
 from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_float, inlined, parallel_kernel
 from stillroom.ops.cpu_elements import read, write
 from stillroom.ops.cpu_vectors import HAS_BYTE_DOT, HAS_DOT, LANES, dot_rows
@@ -240,7 +241,7 @@ def _store_four(out_TN: Any, row: Any, column: Any, values: Any) -> None:
 
 def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
     """x @ weight.T + bias, with the weight of `linear_bfloat16`, or weight and scale of `linear_scaled`, or these and
-    the sums of `linear_bytes`, which multiplies several rows.
+    the sums of `linear_bytes`, which multiplies several rows, or codes and scales of `linear_codes`.
 
     An empty bias is no bias.
     """
@@ -248,7 +249,9 @@ def product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
 
 
 @overload(product)
-def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+def _compiled_product(  # noqa: C901  one function for each kind of weight
+    x_TM: Any, weight: Any, bias_N: Any, num_threads: Any
+) -> Any:
     if isinstance(weight, types.BaseTuple) and len(weight) == 3:
 
         def product_of_bytes(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
@@ -262,6 +265,17 @@ def _compiled_product(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> 
             return out_TN
 
         return product_of_bytes
+
+    if isinstance(weight, types.BaseTuple) and weight[0].dtype == types.uint16:
+
+        def product_of_codes(x_TM: Any, weight: Any, bias_N: Any, num_threads: Any) -> Any:
+            out_TN = np.empty((x_TM.shape[0], weight[0].shape[0]), np.float32)
+            linear_codes(x_TM, weight[0], weight[1], out_TN, num_threads)
+            if len(bias_N) > 0:
+                out_TN += bias_N
+            return out_TN
+
+        return product_of_codes
 
     if isinstance(weight, types.BaseTuple):
 

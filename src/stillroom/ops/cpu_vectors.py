@@ -263,6 +263,64 @@ def power_of_two(_context: Any, x: Any) -> Any:
     return _on_lanes(build, x)
 
 
+def _permuted(builder: Any, table: Any, indices: Any) -> Any:
+    """The element of `table` at the lowest four bits of each lane of `indices`."""
+    if _HAS_SCALE:
+        return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, [table, indices])
+    found, four_bits = ir.Constant(_FLOATS, ir.Undefined), builder.and_(indices, _ints(15))
+    for lane in range(LANES):
+        place = ir.Constant(_I32, lane)
+        found = builder.insert_element(
+            found, builder.extract_element(table, builder.extract_element(four_bits, place)), place
+        )
+    return found
+
+
+@intrinsic
+def look_up(_context: Any, table: Any, codes: Any, index: Any, number: Any) -> Any:
+    """Return the elements of `table` that sixteen codes of four bits name.
+
+    Args:
+        codes: contiguous uint16, four codes each.
+        index: flat index of the first of sixteen numbers.
+        number: which code of each, 0 to 3, from the lowest bits on.
+    """
+
+    def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        table, codes, index, number = arguments
+        halves = builder.load(_address(target, builder, signature.args[1], codes, index, _HALVES), align=2)
+        shift = builder.trunc(builder.mul(number, ir.Constant(_I64, 4)), _I32)
+        return _permuted(builder, table, builder.lshr(builder.zext(halves, _INTS), _splat(builder, shift, _INTS)))
+
+    return _LANES(table, codes, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_halves(_context: Any, array: Any, index: Any, x: Any) -> Any:
+    """Write sixteen float32 as bfloat16 to a contiguous array of uint16, from a flat index on."""
+
+    def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _address(target, builder, signature.args[0], arguments[0], arguments[1], _HALVES)
+        builder.store(builder.bitcast(_as_halves(builder, arguments[2]), _HALVES), pointer, align=2)
+        return target.get_dummy_value()
+
+    return types.void(array, types.intp, x), codegen
+
+
+@intrinsic
+def total(_context: Any, x: Any) -> Any:
+    """Return the sum of all lanes, halves first."""
+
+    def codegen(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        value = arguments[0]
+        for size in (8, 4, 2, 1):
+            mask = ir.Constant(_INTS, [ir.Constant(_I32, lane ^ size) for lane in range(LANES)])
+            value = builder.fadd(value, builder.shuffle_vector(value, value, mask))
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return types.float32(x), codegen
+
+
 # ------------------------------------------------------------------------------------------- blocks of products
 def dot_block(num_rows: int, num_columns: int) -> Any:
     """Make an intrinsic that multiplies bfloat16 rows with packed columns: a block of sums is kept in registers.
@@ -411,6 +469,97 @@ def dot_rows(num_rows: int, num_outputs: int, *, has_bytes: bool = False) -> Any
         _context: Any, sums: Any, sums_at: Any, x: Any, x_at: Any, y: Any, y_at: Any, num_words: Any
     ) -> Any:
         return types.void(sums, sums_at, x, x_at, y, y_at, types.intp), emit
+
+    return rows
+
+
+def dot_codes(num_rows: int, num_outputs: int) -> Any:
+    """Make an intrinsic that multiplies rows with rows of codes of four bits; needs `HAS_DOT`.
+
+    The intrinsic is `rows(sums, x, x_at, codes, codes_at, scales, scales_at, table, num_blocks)`: the products of row r
+    with output n overwrite sums[r * num_outputs + n]. The products of a block of 64 inputs are summed, then multiplied
+    by the scale of the output's block.
+
+    Args of the intrinsic:
+        sums: float32 [16].
+        x, x_at: bits of bfloat16, uint16; index of each row's first number, int64 [num_rows].
+        codes, codes_at: as `look_up` reads them; index of each output's first number, int64 [num_outputs].
+        scales, scales_at: bits of bfloat16, uint16, one for each block; as `codes_at`.
+        table: bits of bfloat16, uint16 [32]: the sixteen levels twice.
+        num_blocks: of a row.
+    """
+    assert num_rows * num_outputs == LANES
+    words = ir.VectorType(_I16, 2 * LANES)
+    halves = [
+        ir.Constant(words, [ir.Constant(_I16, low)] * LANES + [ir.Constant(_I16, low + 4)] * LANES) for low in (0, 8)
+    ]
+    twice = ir.Constant(ir.VectorType(_I32, 2 * LANES), [ir.Constant(_I32, lane % LANES) for lane in range(2 * LANES)])
+
+    def emit(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, x, x_at, codes, codes_at, scales, scales_at, table, num_blocks = arguments
+        array = signature.args
+
+        def starts(place: int, numbers: Any, count: int) -> list[Any]:
+            indices = [ir.Constant(_I64, number) for number in range(count)]
+            return [builder.load(_address(target, builder, array[place], numbers, index, _I64)) for index in indices]
+
+        def loaded(place: int, values: Any, index: Any, element: ir.Type) -> Any:
+            return builder.load(_address(target, builder, array[place], values, index, element), align=2)
+
+        x_starts, code_starts = starts(2, x_at, num_rows), starts(4, codes_at, num_outputs)
+        scale_starts = starts(6, scales_at, num_outputs)
+        levels = loaded(7, table, ir.Constant(_I64, 0), words)
+        entry, head, body, end = builder.block, *(builder.append_basic_block(name) for name in ("head", "body", "end"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        block = builder.phi(_I64)
+        block.add_incoming(ir.Constant(_I64, 0), entry)
+        totals = [builder.phi(_FLOATS) for _ in range(LANES)]
+        for one in totals:
+            one.add_incoming(_floats(0.0), entry)
+        builder.cbranch(builder.icmp_signed("<", block, num_blocks), body, end)
+        builder.position_at_end(body)
+        at_codes, at_x = (builder.mul(block, ir.Constant(_I64, size)) for size in (LANES, 4 * LANES))
+        weights, factors = [], []
+        for first, scale_at in zip(code_starts, scale_starts, strict=True):
+            found = loaded(3, codes, builder.add(first, at_codes), _HALVES)
+            both = builder.shuffle_vector(found, found, twice)
+            indices = [builder.lshr(both, shifts) for shifts in halves]
+            named = (_call(builder, "llvm.x86.avx512.permvar.hi.512", words, [levels, one]) for one in indices)
+            weights.append([builder.bitcast(one, _INTS) for one in named])
+            bits = builder.zext(loaded(5, scales, builder.add(scale_at, block), _I16), _I32)
+            factors.append(_splat(builder, builder.bitcast(builder.shl(bits, ir.Constant(_I32, 16)), _F32), _FLOATS))
+        for row, first in enumerate(x_starts):
+            places = [builder.add(builder.add(first, at_x), ir.Constant(_I64, more)) for more in (0, 2 * LANES)]
+            inputs = [loaded(1, x, place, _INTS) for place in places]
+            for output in range(num_outputs):
+                products = _floats(0.0)
+                for one, weight in zip(inputs, weights[output], strict=True):
+                    products = _dot(builder, products, one, weight)
+                before = totals[row * num_outputs + output]
+                after = _call(builder, "llvm.fma.v16f32", _FLOATS, [products, factors[output], before])
+                before.add_incoming(after, builder.block)
+        block.add_incoming(builder.add(block, ir.Constant(_I64, 1)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(end)
+        pointer = _address(target, builder, array[0], sums, ir.Constant(_I64, 0), _FLOATS)
+        builder.store(_sum_each(builder, totals, builder.fadd), pointer, align=4)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def rows(  # noqa: PLR0913  a kernel's call
+        _context: Any,
+        sums: Any,
+        x: Any,
+        x_at: Any,
+        codes: Any,
+        codes_at: Any,
+        scales: Any,
+        scales_at: Any,
+        table: Any,
+        num_blocks: Any,
+    ) -> Any:
+        return types.void(sums, x, x_at, codes, codes_at, scales, scales_at, table, types.intp), emit
 
     return rows
 

@@ -78,6 +78,12 @@ class StillroomW8A8(StillroomRuntime):
     weights = "w8a8"
 
 
+class StillroomInt4(StillroomRuntime):
+    """Stillroom's engine with 4-bit weights."""
+
+    weights = "int4"
+
+
 class Transformers:
     """Eager `generate` of transformers with SDPA attention."""
 
@@ -245,6 +251,7 @@ RUNTIMES: dict[str, Callable[[Path, str, int, str], MeasuredRuntime]] = {
     "stillroom": StillroomRuntime,
     "stillroom int8": StillroomInt8,
     "stillroom w8a8": StillroomW8A8,
+    "stillroom int4": StillroomInt4,
     "transformers": Transformers,
     "vllm": VllmRuntime,
     "llama.cpp": LlamaCppRuntime,
