@@ -114,7 +114,9 @@ def test_server_elsewhere_is_asked_for_citations_behind_the_question() -> None:
 
     no_engine: Any = None
     prompts = [
-        OpenAIBackend(no_engine, write, None, asks_for_citations=asks).prepare_prompt([], "Why?", None).prompt
+        OpenAIBackend(no_engine, write, no_engine, None, asks_for_citations=asks)
+        .prepare_prompt([], "Why?", None)
+        .prompt
         for asks in (False, True)
     ]
     assert prompts[0] == "Why?"

@@ -118,6 +118,21 @@ class Backend(Protocol):
         """
         ...
 
+    def prepare_chat(
+        self,
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NO_HISTORY,
+    ) -> PreparedPrompt:
+        """Build the prompt of a conversation without documents. Leaves out the oldest turns if it would exceed
+        `max_tokens`. With a schema the answer is JSON.
+
+        Raises:
+            UsageError: the schema cannot be enforced, or the backend answers from documents only.
+        """
+        ...
+
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         """Prepare a prompt to be continued unchanged: tokens, or text, in which special tokens are recognised. With a
         schema the continuation is JSON.

@@ -10,6 +10,7 @@ import numpy as np
 
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.base import Load, PreparedPrompt
+from stillroom.backends.chat_prompt import chat_prompt
 from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.document_windows import DocumentWindows
 from stillroom.backends.engine_building import build_engine, load_configured
@@ -115,6 +116,18 @@ class LocalBackend:
             self._check_tokens(prompt)
         prepared = self._prepared(prompt, schema, len(self.tokenizer.encode_text(history.answer_start)))
         return replace(prepared, constraint=self._source_numbers(len(prompt.chunk_ids))) if cites else prepared
+
+    def prepare_chat(
+        self,
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NO_HISTORY,
+    ) -> PreparedPrompt:
+        prompt = chat_prompt(self.tokenizer, question, max_tokens, history)
+        if not self.knows_all_tokens:
+            self._check_tokens(prompt)
+        return self._prepared(prompt, schema, len(self.tokenizer.encode_text(history.answer_start)))
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stillroom.backends.base import Load, PreparedPrompt
+from stillroom.backends.chat_prompt import chat_prompt, chat_text
 from stillroom.backends.conversation import NO_HISTORY, History, new_chunks
 from stillroom.backends.document_order import PrefixOrder
 from stillroom.backends.prompt_builder import (
@@ -36,6 +37,8 @@ WrittenPrompt = tuple[RemotePrompt, tuple[ChunkId, ...]]
 """A prompt, and the ids of its chunks, in order."""
 PromptWriter = Callable[[Sequence[Chunk], str, History, int | None], WrittenPrompt]
 """(chunks in order, question, history, most tokens) -> prompt. Without a tokenizer the limit is ignored."""
+ChatWriter = Callable[[str, History, int | None], RemotePrompt]
+"""The same without documents."""
 
 
 class OpenAIBackend:
@@ -48,6 +51,7 @@ class OpenAIBackend:
         self,
         engine: OpenAIEngine,
         write: PromptWriter,
+        write_chat: ChatWriter,
         order: PrefixOrder[ChunkId] | None,
         tokenize: Callable[[str], RemotePrompt] | None = None,
         *,
@@ -62,6 +66,7 @@ class OpenAIBackend:
         self._asks_for_citations = asks_for_citations
         self._engine = engine
         self._write = write
+        self._write_chat = write_chat
         self._order = order
         self._tokenize = tokenize
 
@@ -111,6 +116,17 @@ class OpenAIBackend:
             chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
         prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
         return _prepared(chunk_ids, prompt)
+
+    def prepare_chat(
+        self,
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NO_HISTORY,
+    ) -> PreparedPrompt:
+        """As `Backend.prepare_chat`. Without a tokenizer `max_tokens` is ignored; the server may refuse."""
+        _refuse(schema)
+        return _prepared((), self._write_chat(question, history, max_tokens))
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         _refuse(schema)
@@ -169,7 +185,7 @@ def connect(config: EngineConfig, model: str, clock: Clock, *, asks_for_citation
         EngineRefusedError: the server refuses the key, or lists no model.
         ModelError: the checkpoint has no tokenizer.
     """
-    write, tokenize = _writer(config.prompt, model)
+    write, write_chat, tokenize = _writers(config.prompt, model)
     engine = OpenAIEngine(OpenAIClient(config, clock), config.model, clock)
     try:
         engine.find_model()
@@ -177,13 +193,13 @@ def connect(config: EngineConfig, model: str, clock: Clock, *, asks_for_citation
         engine.close()
         raise
     order: PrefixOrder[ChunkId] | None = PrefixOrder() if config.document_order == "prefix" else None
-    return OpenAIBackend(engine, write, order, tokenize, asks_for_citations=asks_for_citations)
+    return OpenAIBackend(engine, write, write_chat, order, tokenize, asks_for_citations=asks_for_citations)
 
 
-def _writer(kind: EnginePrompt, model: str) -> tuple[PromptWriter, Callable[[str], RemotePrompt] | None]:
-    """The writer of prompts, and the encoder of raw prompts for a server that takes tokens."""
+def _writers(kind: EnginePrompt, model: str) -> tuple[PromptWriter, ChatWriter, Callable[[str], RemotePrompt] | None]:
+    """The writers of prompts, and the encoder of raw prompts for a server that takes tokens."""
     if kind == "chat":
-        return _chat, None
+        return _chat, _chat_alone, None
     tokenizer = Tokenizer.load(resolve(model))
     prompt_format = format_for(tokenizer)
     if kind == "text":  # the server adds the begin token
@@ -194,26 +210,42 @@ def _writer(kind: EnginePrompt, model: str) -> tuple[PromptWriter, Callable[[str
         ) -> WrittenPrompt:
             return render(prompt_format, chunks, question, history).removeprefix(begin), _in_order(chunks, history)
 
-        return write_text, None
+        def write_chat_text(question: str, history: History, max_tokens: int | None) -> RemotePrompt:
+            return chat_text(tokenizer, question, history).removeprefix(begin)
+
+        return write_text, write_chat_text, None
     builder = PromptBuilder(tokenizer, prompt_format)
 
     def write_tokens(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> WrittenPrompt:
         prompt = builder.build(chunks, question, max_tokens, history)
         return prompt.token_ids, prompt.chunk_ids
 
-    return write_tokens, lambda text: raw_tokens(tokenizer, text)
+    def write_chat_tokens(question: str, history: History, max_tokens: int | None) -> RemotePrompt:
+        return chat_prompt(tokenizer, question, max_tokens, history).token_ids
+
+    return write_tokens, write_chat_tokens, lambda text: raw_tokens(tokenizer, text)
 
 
 def _in_order(chunks: Sequence[Chunk], history: History) -> tuple[ChunkId, ...]:
     return tuple(chunk.chunk_id for added in new_chunks(history.turns, chunks) for chunk in added)
 
 
-def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> WrittenPrompt:
+def _refuse_answer_start(history: History) -> None:
     if history.answer_start:
         raise UsageError(
             "a server that is sent chat messages cannot continue an answer; end with a message of the user, or set "
             "engine.prompt = 'text' or 'tokens'"
         )
+
+
+def _chat_alone(question: str, history: History, max_tokens: int | None) -> RemotePrompt:
+    _refuse_answer_start(history)
+    exchanges = (turn.exchange for turn in history.turns)
+    return ChatPrompt(history.system, question, tuple((one.question, one.answer) for one in exchanges))
+
+
+def _chat(chunks: Sequence[Chunk], question: str, history: History, max_tokens: int | None) -> WrittenPrompt:
+    _refuse_answer_start(history)
     system = f"{INSTRUCTIONS}\n\n{history.system}" if history.system else INSTRUCTIONS
     *earlier, last = user_messages(chunks, question, history)
     answers = (turn.exchange.answer for turn in history.turns)

@@ -32,6 +32,7 @@ class ChatPrompt:
     """Messages, which the server renders with its model's chat template."""
 
     system: str
+    """Empty: none."""
     user: str
     earlier: tuple[tuple[str, str], ...] = ()
     """Earlier turns: the user's text and the answer."""
@@ -39,7 +40,8 @@ class ChatPrompt:
     @property
     def messages(self) -> list[dict[str, str]]:
         turns = ((("user", user), ("assistant", answer)) for user, answer in self.earlier)
-        messages = [("system", self.system), *(one for turn in turns for one in turn), ("user", self.user)]
+        system = [("system", self.system)] if self.system else []
+        messages = [*system, *(one for turn in turns for one in turn), ("user", self.user)]
         return [{"role": role, "content": text} for role, text in messages]
 
 

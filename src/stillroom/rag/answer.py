@@ -24,6 +24,8 @@ class AskOptions:
         UsageError: a value is of the wrong type. Sampling settings and ranges are checked when the question is asked.
     """
 
+    search: bool = True
+    """False: no search. The model answers from the conversation alone, and the request log keeps nothing of it."""
     mode: SearchMode | None = None
     top_k: int | None = None
     where: str = ""
@@ -69,6 +71,8 @@ class AskOptions:
         for name in ("top_k", "max_tokens"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name))
+        if not self.search and (self.mode is not None or self.top_k is not None or self.where.strip()):
+            raise UsageError("search=False excludes mode, top_k and where; leave them out, or search")
         integer("priority", self.priority)
         if self.deadline_seconds is not None:
             number("deadline_seconds", self.deadline_seconds)

@@ -17,9 +17,10 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stillroom.backends.base import Backend, PreparedPrompt
+from stillroom.backends.conversation import history_of
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk
@@ -201,6 +202,8 @@ class Pipeline:
         arrival = self._clock.monotonic() if arrival is None else arrival
         self._check(question, options, num_samples, arrival)
         self._backend.expect_question()
+        if not options.search:
+            return self._prepare_chat(question, options, num_samples, arrival)
         mode, top_k = options.mode or self._config.search.mode, options.top_k
         top_k = self._config.search.top_k if top_k is None else top_k
         search = QuestionSearch(self._search, question, options, mode, top_k)
@@ -221,6 +224,17 @@ class Pipeline:
             raise nothing_found_error(options.where, mode)
         return self._prepared(question, found.attempt, options, arrival, found.ended_at, sources, found.report)
 
+    def _prepare_chat(self, question: str, options: AskOptions, num_samples: int, arrival: float) -> _PreparedAnswers:
+        """A prompt without documents."""
+        history = replace(
+            history_of(options.history, options.system, lambda _: (), 0), answer_start=options.answer_start
+        )
+        max_tokens = self._max_prompt_tokens(options)
+        prepared = self._backend.prepare_chat(question, max_tokens, options.json_schema, history)
+        attempt = self._attempt(prepared, options, num_samples, arrival)
+        report = SpeculationReport(SpeculationOutcome.OFF)
+        return self._prepared("", attempt, options, arrival, arrival, (), report)
+
     def _check(self, question: str, options: AskOptions, num_samples: int, arrival: float) -> None:
         if num_samples < 1:
             raise UsageError(f"n={num_samples}; it must be at least 1")
@@ -229,7 +243,7 @@ class Pipeline:
         check_options(options)
         if options.deadline_seconds is not None and self._clock.monotonic() > arrival + options.deadline_seconds:
             raise deadline_error()  # it waited for a thread
-        if self._kb.num_chunks == 0:
+        if options.search and self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR, or POST /v1/documents"
             )
@@ -296,7 +310,7 @@ class Pipeline:
                 started,
                 self._backend.tokenizer,
                 stops,
-                lambda answer: self._record(question, answer),
+                lambda answer: self._record(question, answer, is_kept=options.search),
                 attempt.prepared.continues,
                 self._cite_for(question, options) if sources and self._config.generation.citations else None,
             )
@@ -330,8 +344,9 @@ class Pipeline:
         embed = None if mode == "sparse" else self._kb.embed  # a search by words alone does not load the embedder
         return lambda answer: cite(answer.text, answer.sources, embed, question)
 
-    def _record(self, question: str, answer: Answer) -> None:
-        self._traces.add(answer.request_id, self._clock.unix(), trace_of(question, self._backend.name, answer))
+    def _record(self, question: str, answer: Answer, *, is_kept: bool) -> None:
+        if is_kept:
+            self._traces.add(answer.request_id, self._clock.unix(), trace_of(question, self._backend.name, answer))
         add_phase_spans(answer, self._clock.unix(), self._backend.name)
 
     def _publish_load(self) -> None:

@@ -18,7 +18,7 @@ from stillroom import __version__
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
-from stillroom.models.bundled_models import full_name
+from stillroom.models.bundled_models import full_name, reader_folder
 from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.server import error_replies
 from stillroom.server.auth.guard import Guard, own_names
@@ -165,7 +165,8 @@ class _Api:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer the last user message from the documents; earlier messages are the conversation."""
         stillroom = stillroom_of(request)
-        self._check_model(body.model, [stillroom.model_name])
+        if body.model != chat.CHAT_ALIAS:
+            self._check_model(body.model, [stillroom.model_name])
         conversation = read_messages(body.messages)
         if not conversation.question.strip():
             raise UsageError("messages hold no question; the last message of the role 'user' is the question")
@@ -203,7 +204,7 @@ class _Api:
         return EmbeddingList(data=data, model=served_name(embedder), usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
-        """List the generator and the embedder."""
+        """List the generator, its name without a search unless it is a reader, and the embedder."""
         return ModelList(data=[self._describe(name) for name in _names(stillroom_of(request))])
 
     async def model(self, model: str, request: Request) -> Model:
@@ -258,7 +259,9 @@ class _Api:
 
 
 def _names(stillroom: "Stillroom") -> list[str]:
-    return [stillroom.model_name, stillroom.config.embedder.model]
+    engine, model = stillroom.config.engine.kind, stillroom.config.runtime.model
+    alone = [] if engine == "builtin" and reader_folder(model) is not None else [chat.CHAT_ALIAS]
+    return [stillroom.model_name, *alone, stillroom.config.embedder.model]
 
 
 def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:

@@ -109,6 +109,15 @@ class ReaderBackend:
         prompt = ReaderPrompt(question, tuple(kept.values()))
         return PreparedPrompt(prompt, tuple(kept), num_tokens, max_answer_tokens=_MAX_PIECES)
 
+    def prepare_chat(
+        self,
+        question: str,
+        max_tokens: int | None,
+        schema: Mapping[str, Any] | None = None,
+        history: History = NO_HISTORY,
+    ) -> PreparedPrompt:
+        raise UsageError(f"{self.name} quotes documents and cannot answer without a search; {_REMEDY}")
+
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         raise UsageError(f"{self.name} answers questions from documents and cannot continue a prompt; {_REMEDY}")
 

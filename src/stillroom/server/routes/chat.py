@@ -32,12 +32,14 @@ from stillroom.server.schemas.replies import (
     TopLogprob,
     Usage,
 )
-from stillroom.server.schemas.requests import ChatCompletionRequest, ChatMessage, SearchOptions
+from stillroom.server.schemas.requests import ChatCompletionRequest, ChatExtension, ChatMessage
 
 if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
 
 
+CHAT_ALIAS = "stillroom-chat"
+"""Model name of the served model without a search, for clients that can set no `stillroom.search`."""
 _SYSTEM = ("system", "developer")
 
 
@@ -81,7 +83,7 @@ def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
 
 
 def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskOptions:
-    """Return the options that a request sets; the configuration sets the others.
+    """Return the options that a request sets; the configuration sets the others. The model `CHAT_ALIAS` never searches.
 
     Raises:
         UsageError: fields contradict each other.
@@ -89,12 +91,15 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
     if body.top_logprobs and not body.logprobs:
         raise UsageError("top_logprobs needs logprobs: true")
     _check_continuation(body, conversation)
-    extension = body.stillroom or SearchOptions()
+    extension = body.stillroom or ChatExtension()
+    if body.model == CHAT_ALIAS:
+        extension = ChatExtension(search=False)
     return replace(
         generation_options(body),
         history=conversation.history,
         system=conversation.system,
         answer_start=conversation.answer_start,
+        search=extension.search,
         mode=extension.mode,
         where=extension.where or "",
         top_k=extension.top_k,

@@ -143,14 +143,25 @@ class StreamOptions(Body):
 
 
 class SearchOptions(Body):
-    """The extension field `stillroom` of a chat request."""
-
     model_config = ConfigDict(extra="forbid")
 
     top_k: TopK | None = None
     mode: SearchMode | None = None
     where: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
     """A filter (docs/filters.md); blank or null allows every document."""
+
+
+class ChatExtension(SearchOptions):
+    """The extension field `stillroom` of a chat request."""
+
+    search: bool = True
+    """False: no search, and no entry in the request log; the model answers from the messages alone."""
+
+    @model_validator(mode="after")
+    def _has_no_options_of_a_search(self) -> Self:
+        if not self.search and (self.mode is not None or self.top_k is not None or (self.where or "").strip()):
+            raise ValueError("search: false excludes mode, top_k and where; leave them out")
+        return self
 
 
 class JsonSchema(Body):
@@ -242,7 +253,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    stillroom: SearchOptions | None = None
+    stillroom: ChatExtension | None = None
 
 
 class EmbeddingRequest(Body):
