@@ -80,11 +80,13 @@ def serve(  # noqa: PLR0913  one parameter per flag
         typer.Option("--tenants", metavar="DIR", help="Folder of the knowledge bases of tenants other than `default`."),
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow other machines to connect without keys.")] = False,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Also serve the Model Context Protocol, at /mcp.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     flags: dict[str, object] = {
+        "server.mcp": mcp or None,
         "runtime.model": model,
         "reuse.mode": reuse,
         "server.host": host,
@@ -96,6 +98,8 @@ def serve(  # noqa: PLR0913  one parameter per flag
     flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
     settings = opening.load_settings(config, flags)
     notify = (lambda text: None) if quiet or as_json else note
+    if settings.server.mcp:
+        opening.needs_mcp()
     from stillroom.server.auth.guard import check_access
     from stillroom.server.run import HttpServer
 

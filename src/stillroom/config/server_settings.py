@@ -57,6 +57,8 @@ class ServerConfig:
     otlp_endpoint: str = ""
     """Address of an OpenTelemetry collector for traces, such as `http://127.0.0.1:4318`; needs
     `pip install 'stillroom[otel]'`. Empty: no traces."""
+    mcp: bool = False
+    """Serve the tools of docs/mcp.md at `/mcp`, with the same keys; needs `pip install 'stillroom[mcp]'`."""
     allowed_hosts: str = ""
     """Host names, separated by commas, that requests may use besides `localhost` and the like if no keys are required,
     for example a proxy's that keeps the `Host` header. Guards against DNS rebinding: pages that point a name of their

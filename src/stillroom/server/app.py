@@ -111,6 +111,11 @@ def create_app(
     ):
         app.include_router(router)
         routes += router.routes
+    if config.server.mcp:
+        from stillroom.server.mcp import mcp_route
+
+        routes.append(mcp_route())
+        app.router.routes.append(routes[-1])
     app.add_middleware(Limits, config=config.server, admission=admission, metrics=stillroom.metrics, clock=clock)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
     app.add_middleware(RequestObserver, metrics=stillroom.metrics, clock=clock, routes=routes, tracing=tracing)

@@ -1,0 +1,156 @@
+"""MCP: the SDK's own client, in process, over HTTP with keys, and over the pipes of `stillroom mcp`."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+
+from stillroom.config.settings import ServerConfig, StillroomConfig
+from stillroom.rag.stillroom import Stillroom
+from stillroom.server import mcp as server_module
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.auth.tenants import Tenants
+from stillroom.server.mcp import mcp_server
+from tests.server.harness import serving
+from tests.server.knowledge import ANSWER, PEOPLE, QUESTION, write_knowledge
+from tests.server.test_keys import add, bearer
+
+pytestmark = pytest.mark.microworld
+
+TOOLS = ["ask", "list_documents", "read_document", "search"]
+
+
+@pytest.fixture(scope="module")
+def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
+    folder = tmp_path_factory.mktemp("mcp")
+    config = StillroomConfig(server=ServerConfig(mcp=True))
+    with Stillroom.open(folder / "kb", config=config) as opened:
+        opened.add(write_knowledge(folder / "docs"))
+        yield opened
+
+
+def use(server: Any, work: Callable[[Client], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with Client(server) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def call(stillroom: Stillroom, name: str, **arguments: Any) -> dict[str, Any]:
+    found = use(mcp_server(lambda _: stillroom), lambda client: client.call_tool(name, arguments))
+    assert not found.is_error, found.content
+    return dict(found.structured_content)
+
+
+def refused(stillroom: Stillroom, name: str, **arguments: Any) -> str:
+    found = use(mcp_server(lambda _: stillroom), lambda client: client.call_tool(name, arguments))
+    assert found.is_error
+    return str(found.content[0].text)
+
+
+def test_tools_say_what_they_do_and_that_they_only_read(stillroom: Stillroom) -> None:
+    tools = use(mcp_server(lambda _: stillroom), lambda client: client.list_tools()).tools
+    assert sorted(tool.name for tool in tools) == TOOLS
+    for tool in tools:
+        assert tool.description and tool.annotations.read_only_hint and "context" not in tool.input_schema["properties"]
+
+
+def test_search_and_ask_give_what_the_library_gives(stillroom: Stillroom) -> None:
+    passages = call(stillroom, "search", query=QUESTION, top_k=2)["passages"]
+    expected = stillroom.search(QUESTION, top_k=2).results
+    assert [(one["text"], one["score"]) for one in passages] == [(one.chunk.text, one.score) for one in expected]
+    found = call(stillroom, "ask", question=QUESTION)
+    assert found["answer"] == stillroom.ask(QUESTION).text == ANSWER
+    assert found["quotes"][0]["sentence"] == ANSWER and ANSWER in found["quotes"][0]["quote"]
+    assert (found["quotes"][0]["document"], found["quotes"][0]["start_line"]) == (passages[0]["document"], 5)
+
+
+def test_documents_are_listed_in_pages_and_read_by_lines(stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = call(stillroom, "list_documents", limit=1)
+    second = call(stillroom, "list_documents", limit=1, after=first["next_after"])
+    names = [first["documents"][0]["document"], second["documents"][0]["document"]]
+    assert [Path(name).name for name in names] == ["notes.txt", "people.md"] and not second["next_after"]
+    whole = call(stillroom, "read_document", document=names[1])
+    assert "Jatha Jurlow later moved to Wunwick." in whole["text"] and whole["next_line"] == 0
+    part = call(stillroom, "read_document", document=names[1], start_line=9, end_line=9)
+    assert part["text"] == "The birthplace of Cirik Prurs was Tunstead. As a student Cirik Prurs chose chemistry."
+    monkeypatch.setattr(server_module, "MAX_TEXT", 120)
+    pieces: list[str] = []
+    at = 0
+    while not pieces or at:
+        piece = call(stillroom, "read_document", document=names[1], start_line=at)
+        pieces.append(piece["text"])
+        at = piece["next_line"]
+    assert "\n\n".join(pieces) == whole["text"] and len(pieces) > 2
+
+
+def test_resource_is_the_text_of_a_document(stillroom: Stillroom) -> None:
+    server = mcp_server(lambda _: stillroom)
+    name = call(stillroom, "list_documents")["documents"][1]["document"]
+    (template,) = use(server, lambda client: client.list_resource_templates()).resource_templates
+    assert template.uri_template == "stillroom://documents/{+document}"
+    found = use(server, lambda client: client.read_resource(f"stillroom://documents/{name}"))
+    assert found.contents[0].text == call(stillroom, "read_document", document=name)["text"]
+
+    async def of_nothing(client: Client) -> None:
+        with pytest.raises(MCPError, match=r"nothing\.md"):
+            await client.read_resource("stillroom://documents/nothing.md")
+
+    use(server, of_nothing)
+
+
+def test_errors_reach_the_model_with_their_remedy(stillroom: Stillroom) -> None:
+    assert "the question is empty" in refused(stillroom, "ask", question=" ")
+    assert "nothing.md" in refused(stillroom, "read_document", document="nothing.md")
+    assert "filter" in refused(stillroom, "search", query="keys", where="year >=")
+    assert "line" in refused(stillroom, "read_document", document="people.md", start_line=999)
+    assert "top_k" in refused(stillroom, "search", query="keys", top_k=0)
+
+
+def test_over_http_a_key_sees_its_tenants_documents_only(stillroom: Stillroom, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    own, other = add(path, "anna"), add(path, "ben", "legal")
+
+    def asked(url: str, key: str) -> Any:
+        async def run() -> Any:
+            async with (
+                httpx2.AsyncClient(headers=bearer(key), timeout=60) as http,
+                Client(streamable_http_client(f"{url}/mcp", http_client=http)) as client,
+            ):
+                names = [tool.name for tool in (await client.list_tools()).tools]
+                return sorted(names), await client.call_tool("ask", {"question": QUESTION})
+
+        return asyncio.run(run())
+
+    with serving(stillroom, tenants=Tenants(stillroom, tmp_path / "tenants"), keys=KeyRing(path)) as url:
+        names, found = asked(url, own)
+        assert names == TOOLS and found.structured_content["answer"] == ANSWER
+        _, nothing = asked(url, other)
+        assert nothing.is_error and "the knowledge base is empty" in nothing.content[0].text
+        assert httpx2.post(f"{url}/mcp", json={}).status_code == 401
+        assert httpx2.post(f"{url}/mcp", json={}, headers=bearer(own)).status_code == 400
+
+
+def test_server_without_the_setting_has_no_route(tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as plain, serving(plain) as url:
+        assert httpx2.post(f"{url}/mcp", json={}).status_code == 404
+
+
+def test_command_speaks_over_its_pipes(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/people.md").write_text(PEOPLE, encoding="utf-8")
+    with Stillroom.open(tmp_path / "kb") as opened:
+        opened.add(tmp_path / "docs")
+    command = ["-m", "stillroom.cli.main", "mcp", "--kb", str(tmp_path / "kb"), "--model", "bundled:microworld"]
+    found = use(
+        StdioServerParameters(command=sys.executable, args=command),
+        lambda client: client.call_tool("ask", {"question": QUESTION}),
+    )
+    assert found.structured_content["answer"] == ANSWER
