@@ -1,6 +1,7 @@
 """MCP: the SDK's own client, in process, over HTTP with keys, and over the pipes of `stillroom mcp`."""
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,13 @@ def test_tools_say_what_they_do_and_that_they_only_read(stillroom: Stillroom) ->
     assert sorted(tool.name for tool in tools) == TOOLS
     for tool in tools:
         assert tool.description and tool.annotations.read_only_hint and "context" not in tool.input_schema["properties"]
+
+
+def test_making_a_server_changes_no_log(stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    mcp_server(lambda _: stillroom)
+    assert root.handlers == []
 
 
 def test_search_and_ask_give_what_the_library_gives(stillroom: Stillroom) -> None:

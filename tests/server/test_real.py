@@ -329,7 +329,7 @@ def test_models_and_embeddings(client: OpenAI, stillroom: Stillroom) -> None:
 
     vectors = client.embeddings.create(model=names[1], input=["employed by a bank", "founded in 1720"])
 
-    assert names == [stillroom.model_name, stillroom.config.embedder.model]
+    assert names == [stillroom.model_name, stillroom.config.embedder.model, "stillroom-chat"]
     assert [len(item.embedding) for item in vectors.data] == [384, 384]
     assert math.hypot(*vectors.data[0].embedding) == pytest.approx(1, abs=1e-4)
 

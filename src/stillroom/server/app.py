@@ -209,7 +209,7 @@ class _Api:
         return EmbeddingList(data=data, model=served_name(embedder), usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
-        """List the generator, its name without a search unless it is a reader, and the embedder."""
+        """List the generator, the embedder, and the generator's name without a search, unless it is a reader."""
         return ModelList(data=[self._describe(name) for name in _names(stillroom_of(request))])
 
     async def model(self, model: str, request: Request) -> Model:
@@ -266,7 +266,7 @@ class _Api:
 def _names(stillroom: "Stillroom") -> list[str]:
     engine, model = stillroom.config.engine.kind, stillroom.config.runtime.model
     alone = [] if engine == "builtin" and reader_folder(model) is not None else [chat.CHAT_ALIAS]
-    return [stillroom.model_name, *alone, stillroom.config.embedder.model]
+    return [stillroom.model_name, stillroom.config.embedder.model, *alone]
 
 
 def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:

@@ -5,7 +5,9 @@ this module: the protocol's SDK is an optional dependency.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from mcp.server.mcpserver import Context, MCPServer
@@ -115,9 +117,10 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
     Args:
         find: returns the knowledge base to use for a request over HTTP; None: a request over stdin.
     """
-    server: MCPServer[Any] = MCPServer(
-        "stillroom", title="Stillroom", instructions=_INSTRUCTIONS, version=__version__, log_level="WARNING"
-    )
+    with _logging_unchanged():
+        server: MCPServer[Any] = MCPServer(
+            "stillroom", title="Stillroom", instructions=_INSTRUCTIONS, version=__version__
+        )
 
     def of(context: Context[Any, Any]) -> "Stillroom":
         return find(context.request_context.request)
@@ -202,6 +205,18 @@ def mcp_route() -> Route:
                 await manager.handle_request(scope, receive, send)
 
     return Route("/mcp", Endpoint(), include_in_schema=False)
+
+
+@contextlib.contextmanager
+def _logging_unchanged() -> Iterator[None]:
+    """The SDK gives the process a log of its own when a server is made."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _known(request: Request | None) -> Request:
