@@ -17,6 +17,7 @@ def kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels, even if torch is faster on this processor."""
     monkeypatch.setattr("stillroom.ops.linear.most_rows_of_kernel", lambda: 64)
     monkeypatch.setattr(block_attention, "is_faster_than_torch", lambda: True)
+    monkeypatch.setattr(block_attention, "is_torch_fastest_in_bfloat16", lambda: False)
 
 
 @pytest.mark.parametrize("wanted", [[19, 28, 29], [28], [], list(range(30))])

@@ -19,6 +19,7 @@ ERROR = 2.0**-8
 @pytest.fixture(autouse=True)
 def kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_attention, "is_faster_than_torch", lambda: True)
+    monkeypatch.setattr(block_attention, "is_torch_fastest_in_bfloat16", lambda: False)
 
 
 def tensors(num_tokens: int, heads: tuple[int, int, int], num_slots: int, seed: int = 0) -> Any:
@@ -124,14 +125,34 @@ def test_every_query_is_in_one_block(sizes: list[int], share: int, num_kv_heads:
 
 
 def test_float32_keys_are_left_to_torch() -> None:
-    q, kv = tensors(4, (2, 2, 16), 4)
-    assert block_attention.has_kernel(q, kv[0])
-    assert not block_attention.has_kernel(q, kv[0].float())
-    assert not block_attention.has_kernel(torch.zeros(4, 2, 24), torch.zeros(4, 2, 24, dtype=torch.bfloat16))
+    _, kv = tensors(4, (2, 2, 16), 4)
+    assert block_attention.is_supported(kv[0])
+    assert not block_attention.is_supported(kv[0].float())
+    assert not block_attention.is_supported(torch.zeros(4, 2, 24, dtype=torch.bfloat16))
 
 
-def test_measurement_names_one_of_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_torch_in_bfloat16_agrees_with_the_reference(
+    monkeypatch: pytest.MonkeyPatch, has_gaps: bool, window: int | None, softcap: float | None
+) -> None:
+    """Where it is fastest, as on processors with AMX. Softmax weights and the output are rounded."""
+    monkeypatch.setattr(block_attention, "is_torch_fastest_in_bfloat16", lambda: True)
+    q, kv = tensors(70, (9, 3, 64), 300)
+    slots = torch.from_numpy(np.random.default_rng(0).permutation(300)[:200])
+    places = torch.arange(60, 200, 2) + 1 if has_gaps else torch.arange(130, 200)
+    options = (0.125, window, softcap)
+    out = AttentionPlan([AttentionSpan(0, 70, slots, 200, places if has_gaps else None)]).attend(q, kv, *options)
+    assert out.dtype == torch.float32
+    for row in (0, 1, 33, 69):
+        expected = reference(q[row : row + 1], kv, slots[: places[row] + 1], options)
+        assert (out[row] - expected[0]).abs().max() <= 2 * ERROR * kv[1].float().abs().max()
+
+
+def test_measurements_name_one_of_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    block_attention.is_faster_than_torch.cache_clear()
-    assert block_attention.is_faster_than_torch() in (True, False)
+    for measured in (block_attention.is_faster_than_torch, block_attention.is_torch_fastest_in_bfloat16):
+        measured.cache_clear()
+        assert measured() in (True, False)
     assert torch.get_num_threads() >= 1

@@ -122,7 +122,10 @@ class AttentionPlan:
             return attend_spans(q_THD, kv_SGD, self.spans, scale, window, softcap)
         if self.is_decode_only:
             return self._attend_rows(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0))
-        if block_attention.has_kernel(q_THD, kv_SGD[0]):
+        is_bfloat16 = kv_SGD[0].dtype == torch.bfloat16 and softcap is None
+        if is_bfloat16 and block_attention.is_torch_fastest_in_bfloat16():
+            out_THD = attend_spans(q_THD.to(torch.bfloat16), kv_SGD, self._multi_query, scale, window).float()
+        elif block_attention.is_supported(kv_SGD[0]):
             out_THD = torch.empty_like(q_THD)
             self._multi_query_blocks.attend(q_THD, kv_SGD, (scale, softcap or 0.0, window or 0), out_THD)
         else:

@@ -1,5 +1,5 @@
-"""The compiled bfloat16 attention for spans of several queries, used where this processor computes it faster than
-torch's attention."""
+"""The compiled bfloat16 attention for spans of several queries, and whether this processor computes it faster than
+torch's attention, in float32 or in bfloat16."""
 
 import functools
 
@@ -19,13 +19,8 @@ _TRIAL = (192, 6, 2, 64)
 """Queries, query heads, key/value heads and head dimension of the measurement."""
 
 
-def has_kernel(q_THD: torch.Tensor, k_SGD: torch.Tensor) -> bool:
-    """Whether the kernel supports these queries and keys, and is faster than torch on this processor."""
-    return cpu_kernels.has_kernel(q_THD, k_SGD) and is_supported(k_SGD)
-
-
 def is_supported(k_SGD: torch.Tensor) -> bool:
-    """Whether the kernel supports these keys, and is faster than torch on this processor."""
+    """Whether the kernel supports these keys, and is faster than torch in float32 on this processor."""
     is_readable = k_SGD.device.type == "cpu" and k_SGD.dtype == torch.bfloat16 and k_SGD.is_contiguous()
     return is_readable and k_SGD.shape[2] % LANES == 0 and is_faster_than_torch()
 
@@ -87,26 +82,48 @@ class BlockPlan:
 
 @functools.cache
 def is_faster_than_torch() -> bool:
-    """Return whether the kernel computes a causal prefill faster than torch on this processor.
+    """Return whether the kernel computes a causal prefill faster than torch in float32 on this processor.
 
     Measured in about 50 ms.
     """
-    return crossovers.remembered("attention of torch's", _ratio_to_torch) <= 1.0
+    trial = _Trial()
+    return crossovers.remembered("attention of torch's", lambda: ratio_of_times(trial.blocks, trial.float32)) <= 1.0
 
 
-def _ratio_to_torch() -> float:
-    num_tokens, num_heads, num_kv_heads, head_dim = _TRIAL
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn((num_tokens, num_heads, head_dim), generator=generator)
-    kv = torch.randn((2, num_tokens, num_kv_heads, head_dim), generator=generator).to(torch.bfloat16)
-    slots, out = np.arange(num_tokens), torch.empty_like(q)
-    plan = BlockPlan(np.array([[0, num_tokens]]), (slots, np.array([0, num_tokens])), slots + 1)
+@functools.cache
+def is_torch_fastest_in_bfloat16() -> bool:
+    """Return whether torch computes a causal prefill in bfloat16 faster than the kernel, or than in float32 where the
+    kernel is slow. So it is on processors with AMX. Measured in about 50 ms."""
+    trial = _Trial()
+    other = trial.blocks if is_faster_than_torch() else trial.float32
+    measured = crossovers.remembered(
+        "attention in bfloat16 of the others'", lambda: ratio_of_times(trial.bfloat16, other)
+    )
+    return measured < 1.0
 
-    def blocks() -> None:
-        plan.attend(q, (kv[0], kv[1]), (head_dim**-0.5, 0.0, 0), out)
 
-    def of_torch() -> None:
-        heads = [x.float().transpose(0, 1)[None] for x in (q, kv[0], kv[1])]
-        F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True, enable_gqa=True)
+class _Trial:
+    """A causal prefill, computed in three ways."""
 
-    return ratio_of_times(blocks, of_torch)
+    def __init__(self) -> None:
+        num_tokens, num_heads, num_kv_heads, self._head_dim = _TRIAL
+        generator = torch.Generator().manual_seed(0)
+        self._q = torch.randn((num_tokens, num_heads, self._head_dim), generator=generator)
+        shape = (2, num_tokens, num_kv_heads, self._head_dim)
+        self._kv = torch.randn(shape, generator=generator).to(torch.bfloat16)
+        slots, self._out = np.arange(num_tokens), torch.empty_like(self._q)
+        self._plan = BlockPlan(np.array([[0, num_tokens]]), (slots, np.array([0, num_tokens])), slots + 1)
+
+    def blocks(self) -> None:
+        self._plan.attend(self._q, (self._kv[0], self._kv[1]), (self._head_dim**-0.5, 0.0, 0), self._out)
+
+    def float32(self) -> None:
+        self._by_torch(torch.float32)
+
+    def bfloat16(self) -> None:
+        self._by_torch(torch.bfloat16)
+
+    def _by_torch(self, dtype: torch.dtype) -> None:
+        q, k, v = (x.to(dtype).transpose(0, 1)[None] for x in (self._q, self._kv[0], self._kv[1]))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        self._out.copy_(out[0].transpose(0, 1))

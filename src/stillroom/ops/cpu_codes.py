@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from stillroom.ops.cpu_compiler import SIXTEEN, Floats, as_float, inlined, parallel_kernel
-from stillroom.ops.cpu_elements import write
+from stillroom.ops.cpu_elements import read, write
 from stillroom.ops.cpu_vectors import (
     HAS_DOT,
     LANES,
@@ -46,6 +46,11 @@ LEVELS = (_TABLE[:16].astype(np.uint32) << 16).view(np.float32)
 """NormalFloat4 (appendix E of the paper), rounded to bfloat16."""
 
 _rows_4x4 = dot_codes(4, 4)
+
+
+_MIDDLES = ((LEVELS[1:].astype(np.float64) + LEVELS[:-1]) / 2).astype(np.float32)
+_SHARES = np.array([1.0, 0.95, 0.9, 0.85, 0.8], np.float32)
+"""Scales that are tried for each block, as shares of its greatest weight; least squares decide."""
 
 
 @inlined
@@ -155,3 +160,46 @@ def widen_codes(codes: Any, scale_NB: Any, out_NM: Any, num_threads: int) -> Non
                 for number in range(4):
                     found = look_up(table, codes, at * LANES, number)
                     store_halves(out_NM, at * BLOCK + number * LANES, multiply(found, scale))
+
+
+@parallel_kernel
+def round_weights(  # noqa: C901  a kernel is one function
+    weight_NM: Any, codes: Any, scale_NB: Any, num_threads: int
+) -> None:
+    """Round weights to four bits.
+
+    Args:
+        weight_NM: float32, or bits of bfloat16.
+        codes, scale_NB: overwritten; as in `linear_codes`.
+    """
+    num_outputs, num_blocks = scale_NB.shape
+    for thread in numba.prange(num_threads):
+        x, found, best = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
+        for n in range(num_outputs * thread // num_threads, num_outputs * (thread + 1) // num_threads):
+            scales = scale_NB[n]
+            for block in range(num_blocks):
+                most = np.float32(0)
+                for i in range(BLOCK):
+                    x[i] = read(weight_NM[n, block * BLOCK + i])
+                    most = max(most, abs(x[i]))
+                best_scale, least = np.float32(0), np.float32(np.inf)
+                for share in _SHARES:
+                    write(scales, block, max(most * share, np.float32(1e-30)))
+                    scale, error = read(scales[block]), np.float32(0)
+                    for i in range(BLOCK):
+                        found[i] = 0
+                    for middle in _MIDDLES:
+                        limit = middle * scale
+                        for i in range(BLOCK):
+                            found[i] += np.int32(x[i] > limit)
+                    for i in range(BLOCK):
+                        difference = LEVELS[found[i]] * scale - x[i]
+                        error += difference * difference
+                    if error < least:
+                        best_scale, least = scale, error
+                        for i in range(BLOCK):
+                            best[i] = found[i]
+                write(scales, block, best_scale)
+                for lane in range(LANES):
+                    four = best[lane] | best[LANES + lane] << 4 | best[2 * LANES + lane] << 8
+                    codes[n, block * LANES + lane] = np.uint16(four | best[3 * LANES + lane] << 12)

@@ -6,6 +6,7 @@ use torch: the faster of bfloat16 products and float32 products of widened weigh
 """
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels, crossovers
-from stillroom.ops.cpu_codes import BLOCK, LEVELS, linear_codes, widen_codes
+from stillroom.ops.cpu_codes import BLOCK, linear_codes, round_weights, widen_codes
 from stillroom.ops.cpu_products import (
     can_multiply_bytes,
     linear_bfloat16,
@@ -39,12 +40,13 @@ _MAX_WIDENED = 1 << 22
 """Weights widened at a time, so that they are still in the processor's cache for the product."""
 
 _MAX_ROUNDED = 1 << 18
-"""Weights rounded at a time, which bounds the extra memory of loading."""
-
-_SHARES_OF_MOST = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Scales of four bits that are tried for each block, as shares of its greatest weight; least squares decide."""
+"""Weights rounded to int8 at a time, which bounds the extra memory of loading."""
 
 _NUM_PAIRS = 15
+_TRIAL_WIDTH, _NUM_COPIES = 2048, 4
+"""Of the square matrices with which numbers of rows are compared."""
+_WORTH_A_LAYER = 1.2
+"""The kernel may take so much of torch's time: few rows run a layer in one compiled call, which saves more."""
 
 
 class Linear:
@@ -115,13 +117,12 @@ class Linear:
         num_outputs, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
         codes = np.empty((num_outputs, num_inputs // 4), np.uint16)
         scale_NB = torch.empty((num_outputs, num_inputs // BLOCK), dtype=torch.bfloat16)
+        scales = scale_NB.view(torch.uint16).numpy()
         first = 0
-        height = max(1, _MAX_ROUNDED // num_inputs)
-        for piece in (piece for part in parts for piece in torch.split(part, height)):
-            rows = slice(first, first := first + len(piece))
-            found, scale_NB[rows] = _four_bits(piece.float().view(len(piece), -1, BLOCK))
-            of_lanes = found.view(len(piece), -1, 4, BLOCK // 4).numpy() << np.arange(0, 16, 4)[:, None]
-            codes[rows] = of_lanes.sum(2).reshape(len(piece), -1)
+        for part in parts:
+            rows = slice(first, first := first + len(part))
+            numbers = part if part.dtype in (torch.float32, torch.bfloat16) else part.float()
+            round_weights(cpu_kernels.array(numbers), codes[rows], scales[rows], cpu_kernels.use_threads())
         return cls(torch.from_numpy(codes), bias_N, scale_NB, dtype=parts[0].dtype)
 
     @property
@@ -144,7 +145,7 @@ class Linear:
 
     @property
     def most_rows(self) -> int:
-        """The most rows for which `cpu_products` is faster than torch; measured in about 100 ms."""
+        """The most rows for which `cpu_products` is faster than torch; measured in about half a second."""
         if self.weight.dtype == torch.bfloat16:
             return most_rows_of_kernel()
         if self.has_codes:
@@ -256,7 +257,7 @@ def is_int8_faster() -> bool:
 @functools.cache
 def most_rows_of_kernel() -> int:
     """Return the most rows for which `cpu_products` multiplies with bfloat16 weights faster than torch; 1 at least."""
-    return int(crossovers.remembered("rows of bfloat16", lambda: _most_rows(Linear(_trial(1)[1]))))
+    return int(crossovers.remembered("rows of bfloat16 from memory", lambda: _most_rows(Linear)))
 
 
 @functools.cache
@@ -264,38 +265,36 @@ def most_rows_of_int8_kernel(*, rounds_inputs: bool) -> int:
     """As `most_rows_of_kernel`, with int8 weights."""
 
     def most() -> int:
-        return _most_rows(Linear.int8([_trial(1)[1]], rounds_inputs=rounds_inputs))
+        return _most_rows(lambda weight: Linear.int8([weight], rounds_inputs=rounds_inputs))
 
-    return int(crossovers.remembered("rows of w8a8" if rounds_inputs else "rows of int8", most))
+    return int(crossovers.remembered("rows of w8a8 from memory" if rounds_inputs else "rows of int8 from memory", most))
 
 
 @functools.cache
 def most_rows_of_int4_kernel() -> int:
     """As `most_rows_of_kernel`, with weights of four bits."""
-    return int(crossovers.remembered("rows of int4", lambda: _most_rows(Linear.int4([_trial(1)[1]]))))
+    return int(
+        crossovers.remembered("rows of int4 from memory", lambda: _most_rows(lambda weight: Linear.int4([weight])))
+    )
 
 
-def _four_bits(weight_NBI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the code of each weight, int32, and the scale of each block [N, B], bfloat16."""
-    levels = torch.from_numpy(LEVELS)
-    most_NB = weight_NBI.abs().amax(-1)
-    codes, scales, least = torch.zeros_like(weight_NBI, dtype=torch.int32), most_NB, torch.full_like(most_NB, torch.inf)
-    for share in _SHARES_OF_MOST:
-        scale_NB = (most_NB * share).clamp_(min=1e-30).bfloat16().float()
-        found = torch.bucketize(weight_NBI / scale_NB[..., None], (levels[1:] + levels[:-1]) / 2, out_int32=True)
-        error_NB = (levels[found] * scale_NB[..., None] - weight_NBI).square().sum(-1)
-        is_better = error_NB < least
-        codes = torch.where(is_better[..., None], found, codes)
-        scales, least = torch.where(is_better, scale_NB, scales), torch.minimum(error_NB, least)
-    return codes, scales.bfloat16()
-
-
-def _most_rows(linear: Linear) -> int:
+def _most_rows(of_weight: Callable[[torch.Tensor], Linear]) -> int:
+    """Measure with several copies of a large matrix, so that weights are read from memory, as those of a model are."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((_TRIAL_WIDTH, _TRIAL_WIDTH), generator=generator).to(torch.bfloat16)
+    linears = itertools.cycle([of_weight(weight.clone()) for _ in range(_NUM_COPIES)])
     most = 1
     for num_rows in _NUMBERS_OF_ROWS:
-        x, _ = _trial(num_rows)
-        of_kernel = functools.partial(linear._few_rows, x)
-        if ratio_of_times(of_kernel, functools.partial(linear._many_rows, x, torch.float32)) > 1.0:
+        x = torch.randn((num_rows, _TRIAL_WIDTH), generator=generator)
+
+        def of_kernel(x: torch.Tensor = x) -> None:
+            next(linears)._few_rows(x)
+
+        def of_torch(x: torch.Tensor = x) -> None:
+            next(linears)._many_rows(x, torch.float32)
+
+        ratio = ratio_of_times(of_kernel, of_torch)
+        if ratio > _WORTH_A_LAYER:
             break
         most = num_rows
     return most
