@@ -100,3 +100,12 @@ def test_large_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_blocks_of_zeros_stay_zeros() -> None:
     assert Linear.int4([torch.zeros(3, 64)])(torch.ones(2, 64)).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_gives_nan(damage: float) -> None:
+    """So the check at load finds damaged weights."""
+    weight = drawn(3, 128)
+    weight[1, 70] = damage
+    found = Linear.int4([weight])(torch.ones(1, 128))[0]
+    assert found[1].isnan() and found[[0, 2]].isfinite().all()

@@ -107,7 +107,7 @@ def test_second_turn_reuses_the_first(talking: Stillroom) -> None:
 
 @pytest.mark.parametrize("fields", [{"top_k": 3}, {"mode": "dense"}, {"where": "year = 2020"}])
 def test_options_of_a_search_are_refused_without_one(fields: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="search=False excludes"):
+    with pytest.raises(UsageError, match="without a search, mode, top_k and where"):
         AskOptions(search=False, **fields)  # type: ignore[arg-type]
 
 
@@ -143,5 +143,6 @@ def test_over_http_by_field_and_by_name(talking: Stillroom) -> None:
             talking.ask(QUESTION, ALONE).text
         ] * 2
         assert found[0].json()["stillroom"]["sources"] == []
-        refused = client.post("/chat/completions", json=body | {"stillroom": {"search": False, "top_k": 2}})
-        assert refused.status_code == 400 and "search: false excludes" in refused.json()["error"]["message"]
+        for asked in ({"stillroom": {"search": False, "top_k": 2}}, {"model": names[-1], "stillroom": {"top_k": 2}}):
+            refused = client.post("/chat/completions", json=body | asked)
+            assert refused.status_code == 400 and "without a search" in refused.json()["error"]["message"]

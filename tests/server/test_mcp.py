@@ -86,7 +86,7 @@ def test_documents_are_listed_in_pages_and_read_by_lines(stillroom: Stillroom, m
     names = [first["documents"][0]["document"], second["documents"][0]["document"]]
     assert [Path(name).name for name in names] == ["notes.txt", "people.md"] and not second["next_after"]
     whole = call(stillroom, "read_document", document=names[1])
-    assert "Jatha Jurlow later moved to Wunwick." in whole["text"] and whole["next_line"] == 0
+    assert "Jatha Jurlow later moved to Wunwick." in whole["text"] and not (whole["next_line"] or whole["is_cut"])
     part = call(stillroom, "read_document", document=names[1], start_line=9, end_line=9)
     assert part["text"] == "The birthplace of Cirik Prurs was Tunstead. As a student Cirik Prurs chose chemistry."
     monkeypatch.setattr(server_module, "MAX_TEXT", 120)
@@ -95,8 +95,11 @@ def test_documents_are_listed_in_pages_and_read_by_lines(stillroom: Stillroom, m
     while not pieces or at:
         piece = call(stillroom, "read_document", document=names[1], start_line=at)
         pieces.append(piece["text"])
+        assert piece["is_cut"] == bool(piece["next_line"])
         at = piece["next_line"]
     assert "\n\n".join(pieces) == whole["text"] and len(pieces) > 2
+    monkeypatch.setattr(server_module, "MAX_TEXT", 10)
+    assert call(stillroom, "read_document", document=names[0])["is_cut"], "one paragraph is longer than a reply"
 
 
 def test_resource_is_the_text_of_a_document(stillroom: Stillroom) -> None:

@@ -182,7 +182,9 @@ def round_weights(  # noqa: C901  a kernel is one function
                 for i in range(BLOCK):
                     x[i] = read(weight_NM[n, block * BLOCK + i])
                     most = max(most, abs(x[i]))
-                best_scale, least = np.float32(0), np.float32(np.inf)
+                best_scale, least = np.float32(np.nan), np.float32(np.inf)  # stays if a weight is not finite
+                for i in range(BLOCK):
+                    best[i] = 0
                 for share in _SHARES:
                     write(scales, block, max(most * share, np.float32(1e-30)))
                     scale, error = read(scales[block]), np.float32(0)

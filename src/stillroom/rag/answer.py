@@ -72,7 +72,7 @@ class AskOptions:
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name))
         if not self.search and (self.mode is not None or self.top_k is not None or self.where.strip()):
-            raise UsageError("search=False excludes mode, top_k and where; leave them out, or search")
+            raise UsageError("without a search, mode, top_k and where have no effect; leave them out, or search")
         integer("priority", self.priority)
         if self.deadline_seconds is not None:
             number("deadline_seconds", self.deadline_seconds)

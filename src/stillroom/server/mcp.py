@@ -103,6 +103,8 @@ class ReadReply(BaseModel):
     num_pages: int
     next_line: int
     """Pass it as `start_line` to read on; 0 at the end of the document, or where it has no lines."""
+    is_cut: bool
+    """Whether the end of what was asked for is missing. Without a `next_line`, read page by page."""
 
 
 Where = Annotated[
@@ -296,12 +298,13 @@ def _read(content: DocumentContent, lines: tuple[int, int], page: int) -> ReadRe
     paragraphs = content.part((first, last), (page, page))
     texts: list[str] = []
     end_line = next_line = 0
-    room = MAX_TEXT
+    room, is_cut = MAX_TEXT, False
     for paragraph in paragraphs:
-        if texts and len(paragraph.text) > room:
+        is_cut = is_cut or len(paragraph.text) > room
+        if is_cut and texts:
             next_line = paragraph.start_line
             break
-        texts.append(paragraph.text[:MAX_TEXT])
+        texts.append(paragraph.text[:room])
         room -= len(paragraph.text)
         end_line = paragraph.end_line
     return ReadReply(
@@ -313,4 +316,5 @@ def _read(content: DocumentContent, lines: tuple[int, int], page: int) -> ReadRe
         num_lines=content.num_lines,
         num_pages=content.num_pages,
         next_line=next_line,
+        is_cut=is_cut,
     )

@@ -92,14 +92,12 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
         raise UsageError("top_logprobs needs logprobs: true")
     _check_continuation(body, conversation)
     extension = body.stillroom or ChatExtension()
-    if body.model == CHAT_ALIAS:
-        extension = ChatExtension(search=False)
     return replace(
         generation_options(body),
         history=conversation.history,
         system=conversation.system,
         answer_start=conversation.answer_start,
-        search=extension.search,
+        search=extension.search and body.model != CHAT_ALIAS,
         mode=extension.mode,
         where=extension.where or "",
         top_k=extension.top_k,

@@ -157,12 +157,6 @@ class ChatExtension(SearchOptions):
     search: bool = True
     """False: no search, and no entry in the request log; the model answers from the messages alone."""
 
-    @model_validator(mode="after")
-    def _has_no_options_of_a_search(self) -> Self:
-        if not self.search and (self.mode is not None or self.top_k is not None or (self.where or "").strip()):
-            raise ValueError("search: false excludes mode, top_k and where; leave them out")
-        return self
-
 
 class JsonSchema(Body):
     name: str | None = None
