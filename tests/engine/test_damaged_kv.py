@@ -14,7 +14,7 @@ from stillroom.errors import NonFiniteError
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvstore.record import Defect
 from stillroom.models.decoder import Decoder
-from stillroom.runner.decode_graphs import StaticDecoding
+from stillroom.runner.decode_graphs import DecodeGraphs, StaticDecoding
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.telemetry import catalogue
 from tests.engine.engine_fixture import BLOCK, EngineFixture, Oracle, question
@@ -175,6 +175,8 @@ class NaNAt:
     def __init__(self, fixture: EngineFixture, row: int, num_rows: int) -> None:
         runner = fixture.engine.runner
         assert isinstance(runner, TorchRunner)
+        if isinstance(runner.decoding, DecodeGraphs):
+            runner.decoding = None  # a recorded graph computes its own logits
         self._logits, self._row, self._num_rows = runner.decoder.logits, row, num_rows
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

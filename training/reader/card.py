@@ -191,11 +191,16 @@ def _runs(runs: Sequence[Mapping[str, Any]], log: Sequence[Mapping[str, Any]]) -
         taught = f"{recipe['taught']:g}" if teachers else ""
         sizes = f"{one['steps']:,} | {recipe['groups_per_step']} | {recipe['learning_rate']:g} | {recipe['dropout']:g}"
         yield f"| {one['run']} | {asked} | {one['first'] or 'all-MiniLM-L6-v2'} | {teachers} | {taught} | {sizes} |"
-    for line in log:
-        if "mean" in line:
-            parts = " and ".join(f"{share:g} of {name}" for name, share in line["mean"].items())
-            yield ""
-            yield f"The bundled weights are the mean of {parts}; the held-out sets but xquad chose the shares."
+    means = [line for line in log if "mean" in line]
+    for line in means:
+        shares = line["mean"]
+        is_equal = len(set(shares.values())) == 1
+        parts = ", ".join(run if is_equal else f"{part:g} of {run}" for run, part in shares.items())
+        yield ""
+        yield f"{'The bundled weights' if line is means[-1] else line['name']}: the mean of {parts}."
+    if means:
+        yield ""
+        yield "The held-out sets chose what the means hold; xquad chose nothing."
 
 
 def _run(recipe: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str:

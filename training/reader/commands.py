@@ -212,6 +212,7 @@ def average(
         list[float] | None, typer.Option(min=0, help="Share of each in the mean, in order; default: equal.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Checkpoint to write, for `bundle` and `evaluate`.")] = TRAINED,
+    for_device: Annotated[bool, typer.Option(help="Write weights that `device-train` reads instead.")] = False,
 ) -> None:
     """Average weights ("model soups", Wortsman and others 2022, https://arxiv.org/abs/2203.05482).
 
@@ -219,17 +220,20 @@ def average(
     """
     import torch
 
-    from training.reader.packed import mean_weights, read_weights
+    from training.reader.packed import mean_weights, read_weights, write_weights
     from training.reader.train import SPEC, from_encoder, read_encoder
 
     shares = share or [1.0] * len(weights)
     if len(shares) != len(weights):
         raise ValueError(f"{len(shares)} shares for {len(weights)} files of weights; give --share once for each")
     state = mean_weights([read_weights(one) for one in weights], shares)
-    words = from_encoder(read_encoder(_embedder()), SPEC, 0).state_dict()["words.weight"]  # they were rounded
     out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": state | {"words.weight": words}}, out)
-    _say({"checkpoint": str(out), "mean": {one.stem: value for one, value in zip(weights, shares, strict=True)}})
+    if for_device:
+        write_weights(out, state)
+    else:
+        words = from_encoder(read_encoder(_embedder()), SPEC, 0).state_dict()["words.weight"]  # they were rounded
+        torch.save({"model": state | {"words.weight": words}}, out)
+    _say({"name": out.stem, "mean": {one.stem: value for one, value in zip(weights, shares, strict=True)}})
 
 
 def run_training(trainer: Any, minutes: float | None) -> None:

@@ -185,9 +185,11 @@ def test_card_states_the_runs_of_a_gpu_and_their_mean(reading_qa: Path, technica
     recipe = asdict(DeviceRecipe(taught=0.7, seed=4))
     start = {"run": "made", "steps": 3800, "examples": "made", "questions": 70806, "first": None, "teachers": []}
     taught = {"run": "student", "steps": 1900, "examples": "asked", "questions": 9, "first": "made", "teachers": ["t1"]}
-    log: list[dict[str, Any]] = [{**start, "recipe": recipe}, {**taught, "recipe": recipe}, {"mean": {"student": 0.6}}]
+    means = [{"name": "soup", "mean": {"student": 0.6, "t1": 0.4}}, {"name": "checkpoint", "mean": {"q1": 1, "q2": 1}}]
+    log: list[dict[str, Any]] = [{**start, "recipe": recipe}, {**taught, "recipe": recipe}, *means]
     text = card(count_sources(reading_qa, technical), log, None, None)
-    assert "70,806 questions made from text" in text and "the mean of 0.6 of student" in text
+    assert "70,806 questions made from text" in text and "soup: the mean of 0.6 of student, 0.4 of t1." in text
+    assert "The bundled weights: the mean of q1, q2." in text
     assert "| made | made from text | all-MiniLM-L6-v2 |  |  | 3,800 | 64 | 0.0004 | 0.05 |" in text
     assert "| student | by people, technical | made | t1 | 0.7 | 1,900 |" in text
 
