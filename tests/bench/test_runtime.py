@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from stillroom.errors import UsageError
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom_bench.quality.quality_options import RuntimeOptions
-from stillroom_bench.quality.runtime import OURS, ROUNDED, Shape, run_runtime, write_checkpoint
+from stillroom_bench.quality.runtime import OTHERS_OF_OURS, OURS, Shape, run_runtime, write_checkpoint
 
-RUNTIMES = {OURS, *ROUNDED, "transformers"}
+RUNTIMES = {OURS, *OTHERS_OF_OURS, "transformers"}
 TINY = Shape(97, 32, 48, 2, 4, 2, 8)
 
 
@@ -31,7 +31,7 @@ def test_run_measures_all_arms_and_limits(tmp_path: Path) -> None:
 
 def test_checkpoint_loads_and_is_reused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, TINY, "bfloat16", seed=1)
-    decoder = load_decoder(folder, device="cpu")
+    decoder = load_own_decoder(folder, device="cpu")
     assert decoder.dtype == torch.bfloat16 and decoder.spec.num_kv_heads == 2
     written = (folder / "model.safetensors").stat().st_mtime_ns
     assert write_checkpoint(tmp_path, TINY, "bfloat16", seed=1) == folder

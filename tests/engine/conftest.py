@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from tests.devices import TEST_DEVICE
 from tests.fakes import random_checkpoint
 
@@ -24,4 +24,4 @@ def one_thread() -> Iterator[None]:
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_decoder(path, device=TEST_DEVICE, dtype="float32")
+    return load_own_decoder(path, device=TEST_DEVICE, dtype="float32")

@@ -19,7 +19,7 @@ from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvstore.files import size_on_disk
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from tests.fakes import ManualClock
 
 BLOCK = 8
@@ -32,7 +32,7 @@ class EngineFixture:
 
     def __init__(  # noqa: PLR0913  one parameter per size
         self,
-        decoder: Decoder,
+        decoder: CausalModel,
         folder: Path | None,
         *,
         blocks: int = 40,
@@ -137,7 +137,7 @@ def question(name: str, *documents: int, tail: int = 3, max_tokens: int = 6) -> 
 class Oracle:
     """Answers each distinct prompt alone, in an engine without reuse."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: CausalModel) -> None:
         config = RuntimeConfig(block_size=BLOCK, kv_bytes=2**22, max_num_batched_tokens=512)
         self._engine, _ = build_engine(decoder, config, ManualClock())
         self._known: dict[tuple[int, ...], list[int]] = {}
@@ -173,7 +173,7 @@ def damage(folder: Path, randomness: random.Random) -> None:
 
 
 def anywhere_fixture(
-    decoder: Decoder,
+    decoder: CausalModel,
     folder: Path | None = None,
     *,
     ratio: float = 0.3,

@@ -14,7 +14,7 @@ from stillroom.core.ids import BlockId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import FinishReason, Request, SamplingParams, seed_of_sample
 from stillroom.engine.engine import Engine
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.loader import load_decoder
 from tests.devices import TEST_DEVICE
 from tests.fakes import ManualClock
@@ -44,7 +44,7 @@ def engine_on(  # noqa: PLR0913  one parameter per size
 
 
 @lru_cache(maxsize=4)
-def _decoder(folder: Path, dtype: Dtype, device: str) -> Decoder:
+def _decoder(folder: Path, dtype: Dtype, device: str) -> CausalModel:
     """Load a decoder once; it has no state, and hundreds of engines share it."""
     return load_decoder(folder, device=device, dtype=dtype)
 

@@ -16,7 +16,7 @@ from stillroom.core.batch import Batch, StepResult
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.attention_mass import attention_weights_reference
@@ -29,7 +29,7 @@ from tests.fakes import random_checkpoint
 def long_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=2, max_position_embeddings=2048)
-    return load_decoder(path, device=TEST_DEVICE, dtype="float32")
+    return load_own_decoder(path, device=TEST_DEVICE, dtype="float32")
 
 
 @pytest.fixture(scope="module")

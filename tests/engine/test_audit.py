@@ -24,7 +24,7 @@ from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import EngineFixture, question
 from tests.engine.test_corpora import FakeCorpus
@@ -279,7 +279,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=2)
-    yield load_decoder(path, device=TEST_DEVICE, dtype="float32")
+    yield load_own_decoder(path, device=TEST_DEVICE, dtype="float32")
     torch.set_num_threads(before)
 
 

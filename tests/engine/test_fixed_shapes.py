@@ -15,7 +15,7 @@ from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.kvcache.tree.cost_model import linear_profile
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.loader import load_model
 from tests.fakes import ManualClock
 
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Decoder:
+def decoder() -> CausalModel:
     return load_model("bundled:microworld", device="cpu", dtype="bfloat16").decoder
 
 
@@ -58,7 +58,7 @@ def request(name: str, segments: Sequence[Segment], sampling: SamplingParams) ->
 class SequentialEngine:
     """An engine that answers one request at a time."""
 
-    def __init__(self, decoder: Decoder, mode: ReuseMode, *, fixed_shapes: bool = True) -> None:
+    def __init__(self, decoder: CausalModel, mode: ReuseMode, *, fixed_shapes: bool = True) -> None:
         config = RuntimeConfig(block_size=8, kv_bytes=2**22, max_num_batched_tokens=64, fixed_shapes=fixed_shapes)
         reuse = ReuseConfig(mode=mode, tail_blocks=2, load="always")
         profile = linear_profile(1e-3, 1e-4, 1e-7)
@@ -92,7 +92,7 @@ def run(engine: Engine) -> list[tuple[int, TokenLogprobs]]:
     return found
 
 
-def test_reuse_changes_no_bit_of_any_logprob_in_bfloat16(decoder: Decoder) -> None:
+def test_reuse_changes_no_bit_of_any_logprob_in_bfloat16(decoder: CausalModel) -> None:
     exact, off = SequentialEngine(decoder, "exact"), SequentialEngine(decoder, "off")
     for one in questions(decoder.spec.vocab_size):
         assert exact.answer(one) == off.answer(one), one.request_id
@@ -103,7 +103,7 @@ def ends_of(batches: Sequence[Batch]) -> list[int]:
     return [one.first_position + one.num_scheduled_tokens for batch in batches for one in batch.sequences]
 
 
-def test_each_piece_is_computed_in_its_own_step(decoder: Decoder) -> None:
+def test_each_piece_is_computed_in_its_own_step(decoder: CausalModel) -> None:
     fixture = SequentialEngine(decoder, "off")
     lengths = 10, 100, 20
     segments = [Segment(SegmentKind.CHUNK, (7,) * length) for length in lengths]
@@ -112,7 +112,7 @@ def test_each_piece_is_computed_in_its_own_step(decoder: Decoder) -> None:
     assert ends_of(fixture.batches) == [10, 74, 110, 130, 146, 162, 170], "64 tokens at a time, and 16 of the question"
 
 
-def test_prompt_pieces_and_decodes_alternate_in_steps_of_their_own(decoder: Decoder) -> None:
+def test_prompt_pieces_and_decodes_alternate_in_steps_of_their_own(decoder: CausalModel) -> None:
     fixture = SequentialEngine(decoder, "exact")
     first, second = questions(decoder.spec.vocab_size)[:2]
     fixture.engine.submit(first)

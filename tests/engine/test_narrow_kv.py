@@ -7,7 +7,7 @@ import pytest
 from stillroom.core.kv import Tier
 from stillroom.core.reuse import Reason
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import question
 from tests.engine.test_prepared import DOCUMENTS, DocumentOracle, Documents, PreparedFixture
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(folder: Path) -> Decoder:
-    return load_decoder(folder, device=TEST_DEVICE, dtype="float32")
+    return load_own_decoder(folder, device=TEST_DEVICE, dtype="float32")
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])

@@ -22,7 +22,7 @@ from stillroom.core.reuse import Reason
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.errors import EngineClosedError, EngineError, PromptTooLongError
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.telemetry import catalogue
 from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import EngineFixture, Oracle, question
@@ -173,7 +173,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(folder: Path) -> Decoder:
-    return load_decoder(folder, device=TEST_DEVICE, dtype="float32")
+    return load_own_decoder(folder, device=TEST_DEVICE, dtype="float32")
 
 
 DOCUMENTS = ((1, 2, 3, 4), (6, 5, 7))

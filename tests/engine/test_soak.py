@@ -29,7 +29,7 @@ from stillroom.errors import PromptTooLongError, RequestTimeoutError
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvstore.files import size_on_disk
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.runner.torch_runner import Runner
 from stillroom_bench.instrument.harness import peak_rss_bytes, reset_peak_rss
 from tests.devices import TEST_DEVICE
@@ -52,7 +52,7 @@ PATIENCE = 120.0
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=1)
-    return load_decoder(path, device=TEST_DEVICE, dtype="float32")
+    return load_own_decoder(path, device=TEST_DEVICE, dtype="float32")
 
 
 class TickingRunner:

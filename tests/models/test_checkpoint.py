@@ -17,7 +17,7 @@ from stillroom.errors import (
     UnsupportedModelError,
 )
 from stillroom.models.checkpoint import WeightFiles, resolve
-from stillroom.models.loader import fingerprint_of, load_decoder, load_model
+from stillroom.models.loader import fingerprint_of, load_model, load_own_decoder
 from stillroom.models.spec import spec_from_config
 from stillroom.ops.rope import inverse_frequencies
 from tests.fakes import byte_tokenizer, random_checkpoint
@@ -204,23 +204,23 @@ def test_error_names_config_json_and_not_the_tokenizer(folder: Path, content: st
 
 
 def test_dtype_auto_is_that_of_the_checkpoint(folder: Path) -> None:
-    assert load_decoder(folder, device="cpu").dtype is torch.float32
-    assert load_decoder(folder, device="cpu", dtype="bfloat16").dtype is torch.bfloat16
+    assert load_own_decoder(folder, device="cpu").dtype is torch.float32
+    assert load_own_decoder(folder, device="cpu", dtype="bfloat16").dtype is torch.bfloat16
     edit(folder, dtype="bfloat16")
-    assert load_decoder(folder, device="cpu").dtype is torch.bfloat16
+    assert load_own_decoder(folder, device="cpu").dtype is torch.bfloat16
 
 
 def test_weights_that_contradict_the_configuration_are_refused(folder: Path) -> None:
     edit(folder, intermediate_size=100)
     with pytest.raises(ModelError, match=r"has shape .* config\.json implies"):
-        load_decoder(folder, device="cpu")
+        load_own_decoder(folder, device="cpu")
     edit(folder, intermediate_size=96, num_hidden_layers=2)
     with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\."):
-        load_decoder(folder, device="cpu")
+        load_own_decoder(folder, device="cpu")
     random_checkpoint(folder, "Llama", num_hidden_layers=2)
     edit(folder, num_hidden_layers=1)
     with pytest.raises(ModelError, match=r"more layers than config\.json says \(1\)"):
-        load_decoder(folder, device="cpu")
+        load_own_decoder(folder, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_weights_that_contradict_the_configuration_are_refused(folder: Path) -> 
 def test_damaged_checkpoints_raise_errors_that_say_what_to_do(folder: Path, damage: Any, message: str) -> None:
     damage(folder)
     with pytest.raises(ModelError, match=message):
-        load_decoder(folder, device="cpu")
+        load_own_decoder(folder, device="cpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
@@ -267,7 +267,7 @@ def test_copied_tensors_are_unmapped_layer_by_layer(
 
     unmap = WeightFiles.unmap
     monkeypatch.setattr(WeightFiles, "unmap", watched)
-    decoder = load_decoder(tmp_path, device="cpu", **load)
+    decoder = load_own_decoder(tmp_path, device="cpu", **load)
     assert len(found) == len(decoder.weights.layers) + 1
     assert all(before <= 2 and after == 1 for before, after in found)
     assert found[-1] == (2, 1), "nothing was copied"
@@ -278,7 +278,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     shard = sorted(tmp_path.glob("model-*.safetensors"))[-1]
     shard.unlink()
     with pytest.raises(ModelNotFoundError, match=shard.name):
-        load_decoder(tmp_path, device="cpu")
+        load_own_decoder(tmp_path, device="cpu")
 
 
 def test_unknown_model_names_are_refused(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_unknown_model_names_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["abacus", "meta"])
 def test_unusable_device_is_refused(folder: Path, device: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{device}'"):
-        load_decoder(folder, device=device)
+        load_own_decoder(folder, device=device)
     assert issubclass(ConfigError, StillroomError)
 
 
@@ -303,13 +303,13 @@ def test_bundled_model_loads_with_its_end_token() -> None:
 
 
 def test_fingerprint_ignores_max_model_len_and_depends_on_activations(folder: Path) -> None:
-    short, long = (load_decoder(folder, device="cpu", max_model_len=length) for length in (32, 64))
+    short, long = (load_own_decoder(folder, device="cpu", max_model_len=length) for length in (32, 64))
     assert short.spec.max_positions != long.spec.max_positions
     assert fingerprint_of(folder, short) == fingerprint_of(folder, long)
     for decoder in (short, long):
         decoder.spec = replace(decoder.spec, rope=replace(decoder.spec.rope, kind="longrope"))
     assert fingerprint_of(folder, short) != fingerprint_of(folder, long), "longrope's rotations depend on it"
-    other = load_decoder(folder, device="cpu")
+    other = load_own_decoder(folder, device="cpu")
     names = {fingerprint_of(folder, other)}
     other.activation_dtype = torch.bfloat16  # as on a device other than a CPU
     assert fingerprint_of(folder, other) not in names

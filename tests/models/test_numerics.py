@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.models.numerics import NUMERICS_VERSION, kv_fingerprint
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
@@ -44,7 +44,7 @@ def decoder_of(folder: Path, case: str) -> Decoder:
         has_offset = kind.startswith("Gemma")
         weights[name] = torch.from_numpy(values * 0.15 + float(is_norm and not has_offset)).float()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return load_decoder(folder, device="cpu", dtype="float32")
+    return load_own_decoder(folder, device="cpu", dtype="float32")
 
 
 @torch.inference_mode()

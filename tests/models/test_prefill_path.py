@@ -10,7 +10,7 @@ from stillroom.backends.assembly import kv_shape
 from stillroom.config.settings import Dtype, Weights
 from stillroom.kvstore.device import DeviceStore
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.models.packed import PackedInput
 from stillroom.models.prefill_path import PrefillPath
 from stillroom.ops.attention import AttentionSpan
@@ -31,7 +31,7 @@ def load(
     folder: Path, kind: str = "Llama", dtype: Dtype = "bfloat16", weights: Weights = "checkpoint", **settings: Any
 ) -> Decoder:
     random_checkpoint(folder, kind, **settings)
-    return load_decoder(folder, device="cpu", dtype=dtype, weights=weights)
+    return load_own_decoder(folder, device="cpu", dtype=dtype, weights=weights)
 
 
 def packed(wanted: list[int]) -> PackedInput:

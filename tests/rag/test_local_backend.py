@@ -16,14 +16,14 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.errors import ConfigError, ModelError
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from tests.fakes import byte_tokenizer, random_checkpoint
 
 
 @pytest.fixture
 def decoder(tmp_path: Path) -> Decoder:
     random_checkpoint(tmp_path, "Llama", num_hidden_layers=1)
-    return load_decoder(tmp_path, device="cpu")
+    return load_own_decoder(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize(("kv_bytes", "message"), [(1, "raise it"), (2**60, "lower it"), (2**90, "lower it")])

@@ -10,7 +10,7 @@ from stillroom.backends.placement_check import check_placement
 from stillroom.config.settings import Dtype
 from stillroom.errors import ConfigError
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from tests.fakes import random_checkpoint
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -23,7 +23,7 @@ KINDS = [
 
 def load(path: Path, kind: str, settings: dict[str, Any], dtype: Dtype) -> Decoder:
     random_checkpoint(path, kind, **settings)
-    return load_decoder(path, device="cpu", dtype=dtype)
+    return load_own_decoder(path, device="cpu", dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

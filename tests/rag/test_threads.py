@@ -13,7 +13,7 @@ from stillroom.backends.engine_building import build_engine
 from stillroom.backends.num_threads import candidates, choose
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.rag.stillroom import Stillroom
 from tests.fakes import random_checkpoint
 from tests.ops.test_thread_pools import needs_teams, num_system_threads
@@ -45,7 +45,7 @@ def test_measurement_stays_within_the_kv_pool(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     random_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
-    decoder = load_decoder(tmp_path, device="cpu", dtype="float32")
+    decoder = load_own_decoder(tmp_path, device="cpu", dtype="float32")
     per_token = kv_shape(decoder).bytes_per_token
     lengths: list[int] = []
 

@@ -19,7 +19,7 @@ from stillroom.core.request import SamplingParams
 from stillroom.engine.engine import Engine
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.runner.decode_graphs import SIZES, DecodeGraphs, StaticDecoding
 from stillroom.runner.torch_runner import TorchRunner
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
@@ -106,14 +106,14 @@ def store_for(decoder: Decoder, seed: int = 0) -> DeviceStore:
 def test_logits_are_the_same_and_padding_writes_to_the_scratch_slot_only(
     folder: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = load_decoder(folder, device="cpu")
+    plain = load_own_decoder(folder, device="cpu")
     store, plain_store = store_for(plain), store_for(plain)
     runner = TorchRunner(plain, plain_store)
     if way == "kernels":
         if DEVICE.type == "cuda":
             pytest.skip("compiled kernels do not run on a CPU; the tests marked gpu run them")
         use_kernels(monkeypatch)
-    decoder = load_decoder(folder, device="cpu")
+    decoder = load_own_decoder(folder, device="cpu")
     decoding = StaticDecoding(decoder, store)
     before = store.k_LSGD.clone()
     address = decoding._input._numbers.data_ptr()
@@ -133,7 +133,7 @@ def test_logits_are_the_same_and_padding_writes_to_the_scratch_slot_only(
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_only_pure_decoding_steps_are_supported(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cpu")
+    decoder = load_own_decoder(folder, device="cpu")
     decoding = StaticDecoding(decoder, store_for(decoder))
     batch = decode_batch([3, 4])
     assert decoding.supports(batch)
@@ -150,7 +150,7 @@ def test_only_pure_decoding_steps_are_supported(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_without_a_gpu_there_are_no_graphs(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cpu")
+    decoder = load_own_decoder(folder, device="cpu")
     assert DecodeGraphs.of(decoder, store_for(decoder)) is None
 
 
@@ -170,7 +170,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_graph_computes_the_same_as_its_launches(folder: Path, dtype: Any) -> None:
-    decoder = load_decoder(folder, device="cuda", dtype=dtype)
+    decoder = load_own_decoder(folder, device="cuda", dtype=dtype)
     graph_store, plain_store = store_for(decoder), store_for(decoder)
     graphs, plain = DecodeGraphs.of(decoder, graph_store), StaticDecoding(decoder, plain_store)
     assert graphs is not None
@@ -196,7 +196,7 @@ def test_engine_on_a_gpu_answers_the_same_with_and_without_graphs(folder: Path) 
 
 @pytest.mark.gpu
 def test_no_layer_waits_for_the_gpu(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cuda")
+    decoder = load_own_decoder(folder, device="cuda")
     store = store_for(decoder)
     runner, graphs = TorchRunner(decoder, store), DecodeGraphs.of(decoder, store)
     assert graphs is not None

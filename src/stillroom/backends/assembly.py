@@ -29,7 +29,7 @@ from stillroom.kvstore.files import size_on_disk
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
 from stillroom.kvstore.tiered_store import TieredStore
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.numerics import kv_fingerprint
 from stillroom.ops.narrow import compile_kernels
 from stillroom.runner.device_errors import first_line, is_device_loss
@@ -132,7 +132,7 @@ class KVCache:
             tree.flush()
 
 
-def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, DeviceStore]:
+def build_device(decoder: CausalModel, config: RuntimeConfig) -> tuple[BlockPool, DeviceStore]:
     """Allocate the KV blocks that fit into `runtime.kv_bytes`.
 
     Raises:
@@ -154,7 +154,7 @@ def build_device(decoder: Decoder, config: RuntimeConfig) -> tuple[BlockPool, De
     return BlockPool(num_blocks, config.block_size), device
 
 
-def kv_shape(decoder: Decoder) -> KVShape:
+def kv_shape(decoder: CausalModel) -> KVShape:
     """Shape of one token's KV."""
     spec = decoder.spec
     return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)

@@ -30,7 +30,7 @@ from stillroom.engine.preparation import PreparingQueue
 from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.tree.cost_model import CostProfile
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.loader import LoadedModel, load_model
 from stillroom.runner.torch_runner import TorchRunner
 from stillroom.scheduler.limits import SchedulerLimits
@@ -90,7 +90,7 @@ def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> Mo
 
 
 def build_engine(  # noqa: PLR0913  the parts, once
-    decoder: Decoder,
+    decoder: CausalModel,
     config: RuntimeConfig,
     clock: Clock,
     *,
@@ -182,7 +182,7 @@ def load_configured(runtime: RuntimeConfig) -> LoadedModel:
     )
 
 
-def _limits(decoder: Decoder, config: RuntimeConfig, reuse: ReuseConfig | None = None) -> SchedulerLimits:
+def _limits(decoder: CausalModel, config: RuntimeConfig, reuse: ReuseConfig | None = None) -> SchedulerLimits:
     tail_blocks = ReuseConfig().tail_blocks if reuse is None else reuse.tail_blocks
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,

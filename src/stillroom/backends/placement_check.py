@@ -10,7 +10,7 @@ import torch
 from stillroom.backends.assembly import kv_shape
 from stillroom.errors import ConfigError
 from stillroom.kvstore.device import DeviceStore
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.packed import PackedInput
 from stillroom.ops.attention import AttentionSpan
 from stillroom.ops.rope import rerotate_keys
@@ -25,7 +25,7 @@ differently at other positions. An NVIDIA H200 measured 0.029 in 28 layers of ra
 to bfloat16 too; without that the difference is not measured."""
 
 
-def check_placement(decoder: Decoder, block_size: int) -> None:
+def check_placement(decoder: CausalModel, block_size: int) -> None:
     """Compare rotated KV with computed KV, from the first possible position to the last and back.
 
     Raises:
@@ -48,7 +48,7 @@ def check_placement(decoder: Decoder, block_size: int) -> None:
             )
 
 
-def kv_at(decoder: Decoder, first_position: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def kv_at(decoder: CausalModel, first_position: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of some tokens from this position on, with nothing before them, each [L, T, G, D]."""
     num_blocks = -(-_NUM_TOKENS // block_size)
     store = DeviceStore(kv_shape(decoder), num_blocks, block_size, decoder.device)

@@ -13,7 +13,7 @@ from stillroom.models.decode_path import DecodePath
 from stillroom.models.mixture_of_experts import mix, on_device, route
 from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.prefill_path import PrefillPath
-from stillroom.models.spec import ModelSpec
+from stillroom.models.spec import ModelSpec, without_lengths
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_observers import AttentionObserver
@@ -29,7 +29,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
-    """Weights and their arithmetic; holds no state between calls."""
+    """Weights and their arithmetic; see `CausalModel`."""
+
+    has_fixed_launches = True
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights) -> None:
         self.spec = spec
@@ -87,6 +89,11 @@ class Decoder:
             x_TM = x_TM + self._normed(layer.output(out_THD.flatten(1)), layer.post_attention_norm)
             x_TM = x_TM + self._normed(self._mlp(index, x_TM), layer.post_mlp_norm)
         return x_TM
+
+    @property
+    def identity(self) -> str:
+        """See `CausalModel`."""
+        return repr(without_lengths(self.spec))
 
     @serialised
     @torch.inference_mode()

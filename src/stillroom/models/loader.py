@@ -1,7 +1,7 @@
 """Loads a checkpoint: the decoder with its weights, the tokenizer, the stop tokens and the fingerprint."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ import torch
 
 from stillroom.config.settings import Dtype, Weights
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
+from stillroom.models import transformers_decoder
 from stillroom.models.bundled_models import short_name
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
 from stillroom.models.device import torch_device
@@ -19,7 +21,6 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops.cpu_codes import BLOCK
 from stillroom.ops.linear import Linear
-from stillroom.ops.rope import RopeSpec
 
 _HEADS = ("lm_head.", "embed_tokens.")
 """The last matrix of a model; rounded to 8 bits at least, because errors of its logits reach the answer directly."""
@@ -34,7 +35,7 @@ class LoadedModel:
     """The parts of a checkpoint that generation needs."""
 
     name: str
-    decoder: Decoder
+    decoder: CausalModel
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
     fingerprint: bytes
@@ -59,27 +60,17 @@ def load_model(
         ConfigError: there is no such device.
     """
     folder = resolve(model)
-    spec_from_config(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
+    _own_spec(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     fingerprint = fingerprint_of(folder, decoder, weights)
     return LoadedModel(short_name(model), decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
 
 
-def fingerprint_of(folder: Path, decoder: Decoder, weights: Weights = "checkpoint") -> bytes:
+def fingerprint_of(folder: Path, decoder: CausalModel, weights: Weights = "checkpoint") -> bytes:
     dtypes = str(decoder.dtype), str(decoder.activation_dtype)
-    parts = [*WeightFiles(folder).digests(), repr(_without_lengths(decoder.spec)), *dtypes, weights]
+    parts = [*WeightFiles(folder).digests(), decoder.identity, *dtypes, weights]
     return hashlib.sha256("\0".join(parts).encode()).digest()
-
-
-def _without_lengths(spec: ModelSpec) -> ModelSpec:
-    """Clear the lengths that KV does not depend on; only longrope rotates keys by the longest sequence."""
-
-    def cleared(rope: RopeSpec) -> RopeSpec:
-        return rope if rope.kind == "longrope" else replace(rope, max_model_len=0)
-
-    local = None if spec.local_rope is None else cleared(spec.local_rope)
-    return replace(spec, max_positions=0, rope=cleared(spec.rope), local_rope=local)
 
 
 def load_decoder(
@@ -89,20 +80,49 @@ def load_decoder(
     dtype: Dtype = "auto",
     weights: Weights = "checkpoint",
     max_model_len: int = 0,
+) -> CausalModel:
+    """Load only the decoder from a local folder; raises as `load_model`.
+
+    `Decoder` computes the architectures that `ModelSpec` describes, transformers' own model all others.
+    """
+    config = read_json(folder, "config.json")
+    if _own_spec(config, max_model_len) is not None:
+        return load_own_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
+    if weights != "checkpoint":
+        raise ConfigError(f"runtime.weights = {weights!r} is not possible for this architecture; leave it out")
+    return transformers_decoder.load(folder, torch_device(device), _torch_dtype(config, dtype), max_model_len)
+
+
+def load_own_decoder(
+    folder: Path,
+    *,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = "checkpoint",
+    max_model_len: int = 0,
 ) -> Decoder:
-    """Load only the decoder from a local folder; raises as `load_model`."""
+    """Load a decoder whose architecture `ModelSpec` describes; raises as `load_model`."""
     config = read_json(folder, "config.json")
     spec = spec_from_config(config, max_model_len)
-    target = torch_device(device)
-    torch_dtype = _torch_dtype(config, dtype)
+    target, torch_dtype = torch_device(device), _torch_dtype(config, dtype)
     if weights != "checkpoint" and target.type != "cpu":
         raise ConfigError(f"runtime.weights = {weights!r} runs on a CPU only, not on {target}; leave it out")
     read = _Reader(WeightFiles(folder), target, torch_dtype, spec.has_offset_norms, weights)
     return Decoder(spec, _load_weights(spec, read))
 
 
+def _own_spec(config: dict[str, Any], max_model_len: int) -> ModelSpec | None:
+    """Return what `Decoder` computes; None: it does not know the architecture or one of its features."""
+    try:
+        return spec_from_config(config, max_model_len)
+    except UnsupportedModelError:
+        return None
+
+
 def _torch_dtype(config: dict[str, Any], dtype: Dtype) -> torch.dtype:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
+    text = config.get("text_config") or {}
+    found = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"
+    name = str(found) if dtype == "auto" else dtype
     if name not in _DTYPES:
         raise UnsupportedModelError(f"weights of dtype {name!r} are not supported; use {', '.join(_DTYPES)}")
     return _DTYPES[name]

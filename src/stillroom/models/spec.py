@@ -5,7 +5,7 @@ architecture, add a line to `_FAMILIES` and a row to tests/models/test_oracle.py
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from stillroom.errors import ModelError, UnsupportedModelError
@@ -69,6 +69,16 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     """Sliding-window length per layer; None: full attention."""
     mixture: MixtureSpec | None
+
+
+def without_lengths(spec: ModelSpec) -> ModelSpec:
+    """Clear the lengths that KV does not depend on; only longrope rotates keys by the longest sequence."""
+
+    def cleared(rope: RopeSpec) -> RopeSpec:
+        return rope if rope.kind == "longrope" else replace(rope, max_model_len=0)
+
+    local = None if spec.local_rope is None else cleared(spec.local_rope)
+    return replace(spec, max_positions=0, rope=cleared(spec.rope), local_rope=local)
 
 
 _Sliding = Literal["none", "all", "by layer"]

@@ -182,29 +182,35 @@ def _slots(span: AttentionSpan) -> NDArray[np.int64]:
     return slots
 
 
-def attend_spans(
+def attend_spans(  # noqa: PLR0913  as `attend`
     q_THD: torch.Tensor,
     kv_SGD: tuple[torch.Tensor, torch.Tensor],
     spans: Sequence[AttentionSpan],
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `AttentionPlan.attend` span by span with torch's operators; rows of no span are undefined."""
+    """Compute `AttentionPlan.attend` span by span with torch's operators; rows of no span are undefined.
+
+    Args:
+        sinks_H: logits of a key without value that every query sees (gpt-oss), float32; None: there is none.
+    """
     k_SGD, v_SGD = kv_SGD
     out_THD = torch.empty_like(q_THD)
     for span in spans:
         rows = slice(span.query_start, span.query_end)
         k_KGD, v_KGD = _context(k_SGD, span.context, q_THD), _context(v_SGD, span.context, q_THD)
         if span.places is None:
-            out_THD[rows] = attend(q_THD[rows], k_KGD, v_KGD, scale, window, softcap)
+            out_THD[rows] = attend(q_THD[rows], k_KGD, v_KGD, scale, window, softcap, None, sinks_H)
             continue
         k_KGD, v_KGD = k_KGD.to(q_THD.dtype), v_KGD.to(q_THD.dtype)
         for start in range(span.query_start, span.query_end, _ROWS_WITH_GAPS):
             rows = slice(start, min(start + _ROWS_WITH_GAPS, span.query_end))
             places_Q = span.places[rows.start - span.query_start : rows.stop - span.query_start]
             end = int(places_Q[-1]) + 1  # none of these queries sees later tokens
-            out_THD[rows] = attend(q_THD[rows], k_KGD[:end], v_KGD[:end], scale, window, softcap, places_Q)
+            seen = k_KGD[:end], v_KGD[:end]
+            out_THD[rows] = attend(q_THD[rows], *seen, scale, window, softcap, places_Q, sinks_H)
     return out_THD
 
 
@@ -226,6 +232,7 @@ def attend(  # noqa: PLR0913  as torch's own
     window: int | None,
     softcap: float | None = None,
     places_Q: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention [Q, H, D] over K tokens of the last Q of them, or of those at `places_Q`."""
     num_queries, num_keys = q_QHD.shape[0], k_KGD.shape[0]
@@ -234,8 +241,8 @@ def attend(  # noqa: PLR0913  as torch's own
         k_KGD, v_KGD, num_keys = k_KGD[first:], v_KGD[first:], num_keys - first
     # on a CPU queries are float32, for which torch's attention is fastest
     k_KGD, v_KGD = k_KGD.to(q_QHD.dtype), v_KGD.to(q_QHD.dtype)
-    if softcap is not None:
-        return attend_capped(q_QHD, k_KGD, v_KGD, scale, window, softcap, places_Q)
+    if softcap is not None or sinks_H is not None:
+        return attend_by_logits(q_QHD, k_KGD, v_KGD, scale, window, softcap, places_Q, sinks_H)
     mask = None
     sees_all = places_Q is None and (window is None or num_keys <= window)
     if sees_all and num_queries >= _LEAST_SQUARE and 0 < num_keys - num_queries <= num_queries // 3:
@@ -257,24 +264,32 @@ def attend(  # noqa: PLR0913  as torch's own
     return out_HQD.transpose(0, 1)[-num_queries:]
 
 
-def attend_capped(  # noqa: PLR0913  as `attend`
+def attend_by_logits(  # noqa: PLR0913  as `attend`
     q_QHD: torch.Tensor,
     k_KGD: torch.Tensor,
     v_KGD: torch.Tensor,
     scale: float,
     window: int | None,
-    softcap: float,
+    softcap: float | None,
     places_Q: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `attend` with capped logits, for which torch has no fused kernel: allocates float32 [H, Q, K] logits."""
+    """Compute `attend` with capped logits or sinks, for which torch has no fused kernel: allocates float32 [H, Q, K]
+    logits."""
     (num_queries, _, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
     q_GNQD = (q_QHD * scale).transpose(0, 1).reshape(num_kv_heads, -1, num_queries, head_dim)
     k_G1DK, v_G1KD = k_KGD.permute(1, 2, 0)[:, None], v_KGD.transpose(0, 1)[:, None]
-    logits = torch.tanh((q_GNQD @ k_G1DK).float() / softcap) * softcap
+    logits = (q_GNQD @ k_G1DK).float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     if num_queries > 1 or (window is not None and num_keys > window):
         seen = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
         logits = logits.masked_fill(~seen, -torch.inf)
-    out_GNQD = torch.softmax(logits, dim=-1).to(v_KGD.dtype) @ v_G1KD
+    if sinks_H is not None:
+        sinks = sinks_H.view(num_kv_heads, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat((logits, sinks), dim=-1)
+    shares = torch.softmax(logits, dim=-1)[..., :num_keys]
+    out_GNQD = shares.to(v_KGD.dtype) @ v_G1KD
     return out_GNQD.flatten(0, 1).transpose(0, 1)
 
 

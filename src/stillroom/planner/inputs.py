@@ -19,7 +19,7 @@ from stillroom.core.clock import Clock
 from stillroom.core.document import SearchResult
 from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.planner.documents import PlannedDocuments, read_documents
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
@@ -170,7 +170,7 @@ def _documents(
     kb: KnowledgeBase,
     prompts: PromptBuilder,
     found: Sequence[ObservedQuestion],
-    decoder: Decoder,
+    decoder: CausalModel,
     block_size: int,
     on_phase: Callable[[str], None],
 ) -> PlannedDocuments:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stillroom.core.batch import Batch
 from stillroom.kvstore.device import DeviceStore
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.packed import PackedInput
 from stillroom.ops.device_attention import DevicePlan, has_kernels
 from stillroom.ops.transfer import to_device
@@ -72,7 +72,7 @@ class StaticInput:
 class StaticDecoding:
     """Computes the step that will be captured, launch by launch; runs on any device."""
 
-    def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
+    def __init__(self, decoder: CausalModel, store: DeviceStore) -> None:
         self._decoder, self._store = decoder, store
         self._input = self._new_input()
 
@@ -111,15 +111,16 @@ class StaticDecoding:
 class DecodeGraphs(StaticDecoding):
     """A CUDA graph for each size, captured with the first step of that size."""
 
-    def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
+    def __init__(self, decoder: CausalModel, store: DeviceStore) -> None:
         super().__init__(decoder, store)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PackedInput, torch.Tensor]] = {}
         self._memory: Any = None  # shared: no two graphs run at the same time
 
     @classmethod
-    def of(cls, decoder: Decoder, store: DeviceStore) -> "DecodeGraphs | None":
-        """Return the graphs; None if attention has no kernel that reads lengths from the device."""
-        return cls(decoder, store) if has_kernels(decoder.device) else None
+    def of(cls, decoder: CausalModel, store: DeviceStore) -> "DecodeGraphs | None":
+        """Return the graphs; None if the model cannot be recorded, or attention has no kernel that reads lengths from
+        the device."""
+        return cls(decoder, store) if decoder.has_fixed_launches and has_kernels(decoder.device) else None
 
     def reset(self) -> None:
         """See `StaticDecoding.reset`. Every graph is captured again."""

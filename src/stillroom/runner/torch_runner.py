@@ -26,7 +26,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.ops.attention import AttentionPlan, AttentionSpan
 from stillroom.ops.attention_observers import AttentionObserver, AttentionObservers, MassObserver, QueryPassObserver
@@ -60,11 +60,11 @@ class Runner(Protocol):
 class TorchRunner:
     """The decoder on a torch device, with its KV in a `DeviceStore`."""
 
-    def __init__(self, decoder: Decoder, store: DeviceStore) -> None:
+    def __init__(self, decoder: CausalModel, store: DeviceStore) -> None:
         self.decoder = decoder
         self.store = store
         self.decoding: StaticDecoding | None = DecodeGraphs.of(decoder, store)
-        self._shallow: Decoder | None = None
+        self._shallow: CausalModel | None = None
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:

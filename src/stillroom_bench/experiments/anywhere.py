@@ -20,8 +20,8 @@ from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
-from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.causal_model import CausalModel
+from stillroom.models.loader import load_own_decoder
 from stillroom_bench.experiments.anywhere_engine import (
     Answers,
     Ask,
@@ -67,7 +67,7 @@ def run_anywhere(
     ]
     shape, environment = shape or Shape(), record_environment()
     folder = write_checkpoint(work_dir, shape, options.dtype, options.seed)
-    decoder = load_decoder(folder, device="cpu", dtype=options.dtype)
+    decoder = load_own_decoder(folder, device="cpu", dtype=options.dtype)
     start_with = [str(folder), options.dtype, str(environment.num_threads)]
     answers, tables, notes, full_of = Answers(), {}, list[str](), dict[str, str]()
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def run_anywhere(
 
 
 @contextmanager
-def _fixtures(decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path) -> Iterator[dict[str, BenchEngine]]:
+def _fixtures(decoder: CausalModel, options: AnywhereBenchOptions, work_dir: Path) -> Iterator[dict[str, BenchEngine]]:
     """Yield an engine per tier whose chunks are cached there, and an engine without reuse."""
     room = 4 * (options.prompt_tokens + 16 * (options.num_chunks + 2))
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:
@@ -172,18 +172,18 @@ def _run_peer(ask: Ask, options: AnywhereBenchOptions, answers: Answers, name: s
     return run
 
 
-def _bytes_of_all_prompts(decoder: Decoder, options: AnywhereBenchOptions) -> int:
+def _bytes_of_all_prompts(decoder: CausalModel, options: AnywhereBenchOptions) -> int:
     """Return the KV bytes of a peer's prompts before the shuffled questions; it caches a chunk once per prefix."""
     num_prompts = options.num_chunks + 1 + options.repeat
     return num_prompts * options.prompt_tokens * kv_shape(decoder).bytes_per_token
 
 
-def _lasting_bytes(decoder: Decoder, options: AnywhereBenchOptions) -> int:
+def _lasting_bytes(decoder: CausalModel, options: AnywhereBenchOptions) -> int:
     """Return the KV bytes of all documents, each counted once."""
     return options.num_documents * options.chunk_tokens * kv_shape(decoder).bytes_per_token
 
 
-def _lasting(decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path) -> list[dict[str, Any]]:
+def _lasting(decoder: CausalModel, options: AnywhereBenchOptions, work_dir: Path) -> list[dict[str, Any]]:
     """Measure questions over randomly drawn chunks; device, host and disk together hold each chunk about twice."""
     total = _lasting_bytes(decoder, options)
     with tempfile.TemporaryDirectory(dir=work_dir) as scratch:

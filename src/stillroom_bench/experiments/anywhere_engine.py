@@ -23,7 +23,7 @@ from stillroom.engine.engine import Engine
 from stillroom.engine.events import TokenEvent
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import CostProfile
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS, AnywhereBenchOptions
 
 ANSWER_TOKENS = 4
@@ -125,7 +125,7 @@ class BenchEngine:
 
 
 def build_fixture(  # noqa: PLR0913  plain values, given once
-    decoder: Decoder,
+    decoder: CausalModel,
     options: AnywhereBenchOptions,
     reuse: ReuseConfig,
     folder: Path | None,

@@ -20,8 +20,8 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.kv import Tier
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.files import size_on_disk
-from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.causal_model import CausalModel
+from stillroom.models.loader import load_own_decoder
 from stillroom.rag.document_demand import DocumentDemand
 from stillroom_bench.experiments.anywhere_engine import Answers, BenchEngine, build_fixture, chunk, question, system
 from stillroom_bench.experiments.experiment_options import (
@@ -74,7 +74,7 @@ def run_first_questions(
     """
     shape, environment = shape or Shape(), record_environment()
     num_documents = documents_for(options.num_questions, options.first_share, options.zipf)
-    decoder = load_decoder(
+    decoder = load_own_decoder(
         write_checkpoint(work_dir, shape, options.dtype, options.seed), device="cpu", dtype=options.dtype
     )
     findings = _Findings()
@@ -185,7 +185,7 @@ class _Corpus:
 
 
 def _run_workload(
-    decoder: Decoder,
+    decoder: CausalModel,
     corpus: _Corpus,
     work_dir: Path,
     profile: CostProfile | None,
@@ -213,7 +213,7 @@ def _run_workload(
 
 @contextmanager
 def _engines(
-    decoder: Decoder,
+    decoder: CausalModel,
     corpus: _Corpus,
     work_dir: Path,
     profile: CostProfile | None,
@@ -267,7 +267,7 @@ def _bytes_of_all(corpus: _Corpus, chunk_bytes: int) -> int:
 
 
 def _engine(
-    decoder: Decoder,
+    decoder: CausalModel,
     corpus: _Corpus,
     reuse: ReuseConfig,
     prepare: PrepareConfig,

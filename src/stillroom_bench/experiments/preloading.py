@@ -24,8 +24,8 @@ from stillroom.kvcache.chunk_reuse.layer_preloading import preload_depth, timeli
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvstore.files import record_paths
-from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.causal_model import CausalModel
+from stillroom.models.loader import load_own_decoder
 from stillroom_bench.experiments.anywhere_engine import (
     BenchEngine,
     build_fixture,
@@ -90,7 +90,7 @@ def run_preloading(
     """Run the benchmark with the first of the ratios; arguments as of `run_anywhere`."""
     environment = record_environment()
     shape = shape or Shape()
-    decoder = load_decoder(
+    decoder = load_own_decoder(
         write_checkpoint(work_dir, shape, options.dtype, options.seed), device="cpu", dtype=options.dtype
     )
     moments: tuple[Moment, ...] = ("idle", "waiting")
@@ -126,7 +126,7 @@ def _name(moment: Moment, place: Place, way: Way) -> str:
 
 @contextmanager
 def _fixtures(
-    decoder: Decoder, options: AnywhereBenchOptions, work_dir: Path
+    decoder: CausalModel, options: AnywhereBenchOptions, work_dir: Path
 ) -> Iterator[Mapping[tuple[Way, Tier], BenchEngine]]:
     """Yield an engine per way and tier that the device evicts to. One request runs at a time."""
     room = 4 * (options.prompt_tokens + 16 * (options.num_chunks + 2))

@@ -22,8 +22,8 @@ from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt
 from stillroom.core.request import Request, SamplingParams
 from stillroom.errors import PreparedFullError
-from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.causal_model import CausalModel
+from stillroom.models.loader import load_own_decoder
 from stillroom_bench.experiments.anywhere_engine import (
     Answers,
     BenchEngine,
@@ -77,7 +77,7 @@ def run_prepared(
     """
     shape, environment = shape or SHAPES[options.size], record_environment()
     folder = write_checkpoint(work_dir, shape, options.dtype, options.seed)
-    decoder = load_decoder(folder, device=options.device, dtype=options.dtype)
+    decoder = load_own_decoder(folder, device=options.device, dtype=options.dtype)
     prompts = AnywhereBenchOptions(
         num_chunks=options.num_chunks,
         chunk_tokens=options.chunk_tokens,
@@ -133,7 +133,7 @@ def run_prepared(
 
 @contextmanager
 def _engines(
-    decoder: Decoder,
+    decoder: CausalModel,
     options: PreparedBenchOptions,
     prompts: AnywhereBenchOptions,
     work_dir: Path,

@@ -16,7 +16,7 @@ from stillroom.backends.engine_building import build_engine
 from stillroom.config.settings import EvictionPolicy, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.tree.cost_model import CostProfile
-from stillroom.models.loader import fingerprint_of, load_decoder
+from stillroom.models.loader import fingerprint_of, load_own_decoder
 from stillroom.models.spec import ModelSpec
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, SteppedEngine
 from stillroom_bench.experiments.experiment_options import CACHE_FIRST, REUSE_RATIOS
@@ -59,7 +59,7 @@ class OurRuntime(SteppedEngine):
         torch.set_num_threads(num_threads)
         super().__init__(settings["max_tokens"])
         self._settings = settings
-        self._decoder = load_decoder(folder, device="cpu", dtype="bfloat16")
+        self._decoder = load_own_decoder(folder, device="cpu", dtype="bfloat16")
         self._fingerprint = fingerprint_of(folder, self._decoder)
         self._kv_folder = Path(settings["scratch"]) / arm
         self._profile = profile

@@ -18,7 +18,7 @@ from stillroom.backends.calibration import CalibrationTarget, calibrate
 from stillroom.core.clock import SystemClock
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.device import DeviceStore
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
@@ -123,7 +123,7 @@ def run_validation(  # noqa: PLR0913  sizes that tests reduce
 
 def _costs(folder: Path, work_dir: Path, num_tokens: int, repeat: int) -> tuple[CostProfile, int, int]:
     """Measure the costs of this machine. Returns them with the KV bytes per token and the model's maximum length."""
-    decoder = load_decoder(folder, device="cpu", dtype="bfloat16")
+    decoder = load_own_decoder(folder, device="cpu", dtype="bfloat16")
     kv = kv_shape(decoder)
     num_blocks = max(num_tokens // _BLOCK, 4096 // _BLOCK)
     device = DeviceStore(kv, num_blocks, _BLOCK, decoder.device)

@@ -30,7 +30,7 @@ from stillroom.core.request import Request, SampleRequest, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import load_own_decoder
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
@@ -107,7 +107,7 @@ def run_speculation(
 
 def _engine(checkpoint: Path) -> Engine:
     return build_engine(
-        load_decoder(checkpoint, device="cpu", dtype="bfloat16"),
+        load_own_decoder(checkpoint, device="cpu", dtype="bfloat16"),
         RuntimeConfig(kv_bytes=_POOL_BYTES, request_timeout_s=0.0),
         SystemClock(),
         reuse=ReuseConfig(host_bytes=0, disk_bytes=0),

@@ -20,7 +20,7 @@ from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
-from stillroom.models.decoder import Decoder
+from stillroom.models.causal_model import CausalModel
 from stillroom.models.loader import load_model
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
@@ -128,7 +128,7 @@ def run_fixed_shapes(options: FixedShapesOptions, on_progress: Callable[[str], N
 
 
 def _replies(
-    decoder: Decoder, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig
+    decoder: CausalModel, asked: Sequence[Request], runtime: RuntimeConfig, reuse: ReuseConfig
 ) -> list[TimedReply]:
     """Answer all questions with a new engine, after one answer to the first question as warm-up."""
     engine, cache = build_engine(decoder, runtime, SystemClock(), reuse=reuse, fingerprint=bytes(32))

@@ -20,8 +20,8 @@ from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
-from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.causal_model import CausalModel
+from stillroom.models.loader import load_own_decoder
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom_bench.instrument.bench_report import BenchResult, format_value
 from stillroom_bench.instrument.environment import record_environment
@@ -82,9 +82,9 @@ def run_lookup(
     """
     environment, shape = record_environment(), shape or Shape()
 
-    def load() -> Decoder:
+    def load() -> CausalModel:
         folder = options.model or write_checkpoint(work_dir, shape, options.dtype, options.seed)
-        return load_decoder(folder, device="cpu", dtype=options.dtype)
+        return load_own_decoder(folder, device="cpu", dtype=options.dtype)
 
     decoder = run_in_short_lived_thread(load)
     vocab_size = decoder.spec.vocab_size

@@ -28,8 +28,8 @@ from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import UsageError
-from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.causal_model import CausalModel
+from stillroom.models.loader import load_own_decoder
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom_bench.instrument.bench_report import BenchResult, format_value
 from stillroom_bench.instrument.environment import record_environment
@@ -149,9 +149,9 @@ def run_neighbours(
         raise UsageError("the number of threads follows the load only with two threads or more, on Linux")
     shape, clock = shape or Shape(), SystemClock()
 
-    def load() -> Decoder:
+    def load() -> CausalModel:
         folder = options.model or write_checkpoint(work_dir, shape, "bfloat16", options.seed)
-        return load_decoder(folder, device="cpu", dtype="bfloat16")
+        return load_own_decoder(folder, device="cpu", dtype="bfloat16")
 
     decoder = run_in_short_lived_thread(load)
     inner = run_in_short_lived_thread(lambda: build_engine(decoder, RuntimeConfig(), clock)[0])

@@ -25,8 +25,8 @@ from stillroom_bench.quality.quality_options import RuntimeOptions
 from stillroom_bench.quality.runtime_worker import MAX_TOKENS
 
 OURS = "stillroom"
-ROUNDED = ("stillroom int8", "stillroom w8a8", "stillroom int4")
-PEERS = (*ROUNDED, "transformers", "llama.cpp", "vllm", "openvino")
+OTHERS_OF_OURS = ("stillroom int8", "stillroom w8a8", "stillroom int4", "stillroom by transformers")
+PEERS = (*OTHERS_OF_OURS, "transformers", "llama.cpp", "vllm", "openvino")
 DTYPES = ("bfloat16", "float32")
 
 _WORKER = Path(__file__).parent / "runtime_worker.py"
@@ -179,7 +179,7 @@ def run_runtime(
         UsageError: a peer or dtype is unknown, or a length exceeds the model's limit.
     """
     dtypes, lengths, repeat, seed = options.dtypes, options.lengths, options.repeat, options.seed
-    peers = dict.fromkeys((*ROUNDED, "transformers"), sys.executable) | named_pythons(options.peers)
+    peers = dict.fromkeys((*OTHERS_OF_OURS, "transformers"), sys.executable) | named_pythons(options.peers)
     if unknown := set(peers) - set(PEERS):
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
     if unknown := set(dtypes) - set(DTYPES):

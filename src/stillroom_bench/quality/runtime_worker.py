@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from stillroom.config.settings import Dtype, Weights
+    from stillroom.models.causal_model import CausalModel
 
 MAX_TOKENS = 4096
 """Limit of prompt plus answer."""
@@ -43,11 +44,15 @@ class StillroomRuntime:
         from stillroom.backends.engine_building import build_engine
         from stillroom.config.settings import RuntimeConfig
         from stillroom.core.clock import SystemClock
-        from stillroom.models.loader import load_decoder
 
         torch.set_num_threads(num_threads)
-        decoder = load_decoder(folder, device=device, dtype=cast("Dtype", dtype), weights=self.weights)
+        decoder = self._load(folder, dtype, device)
         self.engine, _ = build_engine(decoder, RuntimeConfig(max_num_batched_tokens=2048), SystemClock())
+
+    def _load(self, folder: Path, dtype: str, device: str) -> "CausalModel":
+        from stillroom.models.loader import load_own_decoder
+
+        return load_own_decoder(folder, device=device, dtype=cast("Dtype", dtype), weights=self.weights)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
         from stillroom.core.ids import RequestId
@@ -82,6 +87,17 @@ class StillroomInt4(StillroomRuntime):
     """Stillroom's engine with 4-bit weights."""
 
     weights = "int4"
+
+
+class StillroomByTransformers(StillroomRuntime):
+    """Stillroom's engine with transformers' model, as architectures run that it has no decoder for."""
+
+    def _load(self, folder: Path, dtype: str, device: str) -> "CausalModel":
+        import torch
+
+        from stillroom.models.transformers_decoder import load
+
+        return load(folder, torch.device(device), getattr(torch, dtype), MAX_TOKENS)
 
 
 class Transformers:
@@ -252,6 +268,7 @@ RUNTIMES: dict[str, Callable[[Path, str, int, str], MeasuredRuntime]] = {
     "stillroom int8": StillroomInt8,
     "stillroom w8a8": StillroomW8A8,
     "stillroom int4": StillroomInt4,
+    "stillroom by transformers": StillroomByTransformers,
     "transformers": Transformers,
     "vllm": VllmRuntime,
     "llama.cpp": LlamaCppRuntime,

@@ -1,0 +1,488 @@
+"""A decoder made of transformers' own model, for architectures that `ModelSpec` does not describe.
+
+transformers lets a model call any attention function that is registered by name. Ours writes the keys and values of the
+packed tokens to their slots, and attends over each sequence's context by slot. All else is transformers' code, so that
+continuous batching, reuse on all tiers, forks and preemption work with every architecture whose attention goes through
+that interface. When a model is loaded, one pass of a few tokens finds out what its attention needs; a comparison with
+transformers' own attention refuses the model if anything else is going on.
+"""
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from stillroom.errors import ModelError, UnsupportedModelError
+from stillroom.models.causal_model import ModelShape
+from stillroom.models.checkpoint import WeightFiles
+from stillroom.models.packed import LayerKV, PackedInput
+from stillroom.ops import cpu_kernels
+from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_spans
+from stillroom.ops.attention_observers import AttentionObserver
+from stillroom.ops.cpu_compiler import serialised
+from stillroom.ops.rope import rotate
+
+# T packed tokens, B rows whose logits are wanted, V vocabulary, S slots, L layers, H query heads, G key/value heads,
+# D head dimension, P pairs of dimensions
+
+_NAME = "stillroom"
+"""Of the attention function, in transformers' registry."""
+_KINDS = frozenset({"full_attention", "sliding_attention"})
+_NUM_TOKENS = 24
+"""Of the passes at load."""
+_NUM_BEHIND = 8
+"""Of these, tokens that are computed in a second step, behind the first."""
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_IN_HALF = 0.1
+"""Largest relative difference between our logits and those of transformers' attention, median over the tokens: a wrong
+mask or scale makes one of the order of 1, rounding in half precision about 0.01."""
+
+_running = threading.local()
+"""`attention`: what `_attend` calls in this thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call of the attention function."""
+
+    layer: int
+    q_THD: torch.Tensor
+    k_TGD: torch.Tensor
+    v_TGD: torch.Tensor
+    """Its last dimension can differ from that of the keys."""
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks_H: torch.Tensor | None
+    """Logits of a key without value that every query sees (gpt-oss)."""
+    has_mask: bool
+    is_causal: bool
+
+
+class _Attention(Protocol):
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        """Return the output, [T, H, D of the values]."""
+        ...
+
+
+def _attend(  # noqa: PLR0913  transformers' names
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function in transformers' registry: [1, heads, T, D] in, [1, T, heads, D] out."""
+    call = AttentionCall(
+        layer=int(getattr(module, "layer_idx", None) or 0),
+        q_THD=query[0].transpose(0, 1),
+        k_TGD=key[0].transpose(0, 1),
+        v_TGD=value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window,
+        softcap=softcap,
+        sinks_H=s_aux,
+        has_mask=attention_mask is not None,
+        is_causal=bool(getattr(module, "is_causal", True)),
+    )
+    attention: _Attention = _running.attention
+    return attention(call)[None], None
+
+
+@contextmanager
+def _attention(attention: _Attention) -> Iterator[None]:
+    _running.attention = attention
+    try:
+        yield
+    finally:
+        del _running.attention
+
+
+class _Enough(Exception):
+    """No further layer is wanted."""
+
+
+class _Probe:
+    """Notes the calls of a pass; its output is zero."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        self.calls.append(call)
+        num_tokens, num_heads, _ = call.q_THD.shape
+        return call.q_THD.new_zeros(num_tokens, num_heads, call.v_TGD.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one layer's attention needs, besides what it is called with."""
+
+    num_kv_heads: int
+    window: int | None
+    order_D: torch.Tensor | None = None
+    """Places of the dimensions of queries and keys in the KV, so that rotated pairs are (i, i + P); None: their own."""
+
+
+class _Step:
+    """The attention of one step."""
+
+    def __init__(self, decoder: "TransformersDecoder", packed: PackedInput, layer_kv: LayerKV) -> None:
+        self._decoder, self._packed, self._layer_kv = decoder, packed, layer_kv
+        self.observer: AttentionObserver | None = None
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        layer, packed = self._decoder.layers[call.layer], self._packed
+        head_dim = self._decoder.spec.head_dim
+        k_SGD, v_SGD = self._layer_kv(call.layer)
+        if layer.num_kv_heads < k_SGD.shape[1]:
+            k_SGD, v_SGD = k_SGD[:, : layer.num_kv_heads], v_SGD[:, : layer.num_kv_heads]
+        q_THD = _padded(call.q_THD, head_dim, layer.order_D)
+        k_SGD[packed.slots_T] = _padded(call.k_TGD, head_dim, layer.order_D).to(k_SGD.dtype)
+        v_SGD[packed.slots_T] = _padded(call.v_TGD, head_dim).to(v_SGD.dtype)
+        if call.layer + 1 == self._decoder.num_computed:
+            raise _Enough
+        if q_THD.device.type == "cpu":
+            q_THD = q_THD.float()  # what the kernels read
+        q_THD = q_THD.contiguous()
+        if self.observer is not None:
+            self.observer.observe(q_THD, k_SGD, call.scale, layer.window, call.softcap)
+        assert isinstance(packed.plan, AttentionPlan)
+        if call.sinks_H is not None or not k_SGD.is_contiguous():
+            sinks_H = None if call.sinks_H is None else call.sinks_H.float()
+            kv, spans = (k_SGD, v_SGD), packed.plan.spans
+            out_THD = attend_spans(q_THD, kv, spans, call.scale, layer.window, call.softcap, sinks_H)
+        else:
+            out_THD = packed.plan.attend(q_THD, (k_SGD, v_SGD), call.scale, layer.window, call.softcap)
+        return out_THD[..., : call.v_TGD.shape[-1]].to(call.q_THD.dtype)
+
+
+def _padded(x_TGD: torch.Tensor, head_dim: int, order_D: torch.Tensor | None = None) -> torch.Tensor:
+    if x_TGD.shape[-1] < head_dim:
+        x_TGD = F.pad(x_TGD, (0, head_dim - x_TGD.shape[-1]))
+    return x_TGD if order_D is None else x_TGD[..., order_D]
+
+
+class TransformersDecoder:
+    """See `CausalModel`. What it calls hidden states are logits already: models differ in how they make them."""
+
+    has_fixed_launches = False
+
+    def __init__(self, model: Any, max_model_len: int = 0) -> None:
+        """
+        Args:
+            model: a causal model of transformers, on its device, that uses our attention (`load` makes it).
+            max_model_len: longest sequence that will run; 0: what the config says.
+
+        Raises:
+            UnsupportedModelError: the model does something that cannot be computed by slots; the text says what.
+        """
+        self._model = model.eval()
+        self._config = model.config.get_text_config()
+        self.device, self.dtype = torch.device(model.device), model.dtype
+        self.activation_dtype = self.dtype
+        _check_config(model.config.model_type, self._config)
+        calls = self._probe()
+        windows, longest = _windows(self._config, calls)
+        limits = [max_model_len or longest, longest]
+        self.layers = [_Layer(call.k_TGD.shape[1], window) for call, window in zip(calls, windows, strict=True)]
+        self.spec = ModelShape(
+            vocab_size=int(self._config.vocab_size),
+            num_layers=len(calls),
+            num_kv_heads=max(layer.num_kv_heads for layer in self.layers),
+            head_dim=max(x.shape[-1] for call in calls for x in (call.k_TGD, call.v_TGD)),
+            max_positions=min(limits),
+        )
+        self.num_computed = len(calls) + 1
+        """The pass ends with this layer."""
+        self._find_rotations([call.k_TGD.shape[-1] for call in calls])
+        self._compare()
+
+    @property
+    def identity(self) -> str:
+        """See `CausalModel`."""
+        import transformers
+
+        return f"transformers {transformers.__version__} {replace(self.spec, max_positions=0)}"
+
+    @property
+    def inv_freq_LP(self) -> torch.Tensor:
+        """See `CausalModel`. Zero for layers without a rotation that was recognised."""
+        return self._inv_freq_LP
+
+    @serialised
+    @torch.inference_mode()
+    def hidden_states(
+        self, packed: PackedInput, layer_kv: LayerKV, observer: AttentionObserver | None = None
+    ) -> torch.Tensor:
+        """See `CausalModel`."""
+        if self.device.type == "cpu":
+            cpu_kernels.use_threads()
+        step = _Step(self, packed, layer_kv)
+        step.observer = observer
+        try:
+            with _attention(step):
+                return self._run(packed.token_ids_T, packed.positions_T, packed.wanted_B)
+        except _Enough:
+            return torch.zeros(len(packed.wanted_B), self.spec.vocab_size, device=self.device)
+
+    def logits(self, hidden_BM: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel`."""
+        return hidden_BM.float()
+
+    def first_layers(self, count: int) -> "TransformersDecoder":
+        """See `CausalModel`."""
+        shallow = copy.copy(self)
+        shallow.num_computed = min(count, self.spec.num_layers)
+        shallow.spec = replace(self.spec, num_layers=shallow.num_computed)
+        return shallow
+
+    def _run(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted_B: torch.Tensor) -> torch.Tensor:
+        found = self._model(
+            input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=wanted_B
+        )
+        logits_BV: torch.Tensor = found.logits[0]
+        return logits_BV
+
+    def _tokens(self) -> torch.Tensor:
+        return (torch.arange(_NUM_TOKENS, device=self.device) * 7919 + 11) % int(self._config.vocab_size)
+
+    @torch.inference_mode()
+    def _probe(self) -> list[AttentionCall]:
+        """Return what each layer calls the attention function with, in order of layers."""
+        places, probe = torch.arange(_NUM_TOKENS, device=self.device), _Probe()
+        try:
+            with _attention(probe):
+                self._run(self._tokens(), places, places[-1:])
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            _refuse(self._config, f"transformers' code for it stops: {error}")
+        calls, num_layers = sorted(probe.calls, key=lambda call: call.layer), int(self._config.num_hidden_layers)
+        if [call.layer for call in calls] != list(range(num_layers)):
+            found = f"{len(calls)} times, for {len({call.layer for call in calls})} of its {num_layers} layers"
+            _refuse(self._config, f"attention is called {found}, and not once for each")
+        if any(call.has_mask for call in calls):
+            _refuse(self._config, "it makes masks of its own, by which tokens see each other")
+        if not all(call.is_causal for call in calls):
+            _refuse(self._config, "tokens see those behind them, so it is no decoder")
+        if any(call.q_THD.shape[0] != call.k_TGD.shape[0] != _NUM_TOKENS for call in calls):
+            _refuse(self._config, "its layers have keys of more than the tokens of the prompt")
+        return calls
+
+    def _keys_at(self, first_position: int) -> torch.Tensor:
+        """Keys of some tokens from this position on, as the KV holds them, [L, T, G, D]."""
+        kv = self._store(_NUM_TOKENS)
+        places = torch.arange(_NUM_TOKENS, device=self.device)
+        spans = [AttentionSpan(0, _NUM_TOKENS, slice(0, _NUM_TOKENS), _NUM_TOKENS)]
+        self.hidden_states(PackedInput(self._tokens(), places + first_position, places, spans, []), _layers_of(kv))
+        return kv[0]
+
+    def _store(self, num_slots: int) -> torch.Tensor:
+        """K and V of all layers, [2, L, S, G, D]."""
+        spec = self.spec
+        shape = (2, spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _find_rotations(self, head_dims: list[int]) -> None:
+        """Find how each layer turns its keys: compute the same tokens at two positions, try each rotation of the model.
+
+        What is found is checked over the whole range of positions before keys are moved (`placement_check`).
+        """
+        num_pairs = self.spec.head_dim // 2
+        self._inv_freq_LP = torch.zeros(self.spec.num_layers, num_pairs, device=self.device)
+        far = min(97, self.spec.max_positions - _NUM_TOKENS)
+        if far <= 0:
+            return
+        near_LTGD, far_LTGD = self._keys_at(0).float(), self._keys_at(far).float()
+        frequencies = _frequencies(self._model)
+        for index, head_dim in enumerate(head_dims):
+            rotations = [_Rotation.none(self.spec.head_dim, self.device)]
+            rotations += (
+                _Rotation.of(pairs, inv_freq, self.spec.head_dim)
+                for one in frequencies
+                for inv_freq in (one, -one)
+                for pairs in _pairings(len(inv_freq), head_dim)
+            )
+            best = min(rotations, key=lambda one: one.error(near_LTGD[index], far_LTGD[index], far))
+            is_usual = torch.equal(best.order_D, torch.arange(self.spec.head_dim, device=self.device))
+            self.layers[index] = replace(self.layers[index], order_D=None if is_usual else best.order_D)
+            self._inv_freq_LP[index] = best.inv_freq_P
+
+    @torch.inference_mode()
+    def _compare(self) -> None:
+        """Compare logits with those of transformers' own attention; raises UnsupportedModelError if they differ."""
+        places = torch.arange(_NUM_TOKENS, device=self.device)
+        kv = self._store(2 * _NUM_TOKENS)
+        slots_T = torch.randperm(2 * _NUM_TOKENS, generator=torch.Generator().manual_seed(0))[:_NUM_TOKENS]
+        slots_T = slots_T.to(self.device)
+        ours = []
+        for start, end in ((0, _NUM_TOKENS - _NUM_BEHIND), (_NUM_TOKENS - _NUM_BEHIND, _NUM_TOKENS)):
+            spans = [AttentionSpan(0, end - start, slots_T[:end], end)]
+            rows = slice(start, end)
+            packed = PackedInput(self._tokens()[rows], places[rows], slots_T[rows], spans, list(range(end - start)))
+            ours.append(self.hidden_states(packed, _layers_of(kv)).float())
+        self._model.set_attn_implementation("eager")
+        try:
+            theirs_TV = self._run(self._tokens(), places, places).float()
+        finally:
+            self._model.set_attn_implementation(_NAME)
+        errors_T = (torch.cat(ours) - theirs_TV).norm(dim=1) / theirs_TV.norm(dim=1).clamp_min(1e-12)
+        error = float(errors_T.median())
+        if not error <= _TOLERANCE.get(self.dtype, _TOLERANCE_IN_HALF):
+            _refuse(self._config, f"its logits differ by {error:.1%} from those of transformers' own attention")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """One way in which keys may turn with the position."""
+
+    order_D: torch.Tensor
+    """Dimensions in the order in which pairs are (i, i + P), with P = D / 2."""
+    inv_freq_P: torch.Tensor
+    """Zero for pairs that do not turn."""
+
+    @classmethod
+    def none(cls, head_dim: int, device: torch.device) -> "_Rotation":
+        return cls(torch.arange(head_dim, device=device), torch.zeros(head_dim // 2, device=device))
+
+    @classmethod
+    def of(cls, pairs: list[tuple[int, int]], inv_freq: torch.Tensor, head_dim: int) -> "_Rotation":
+        num_pairs, turned = head_dim // 2, {place for pair in pairs for place in pair}
+        rest = [place for place in range(head_dim) if place not in turned]
+        spare = num_pairs - len(pairs)
+        order = [a for a, _ in pairs] + rest[:spare] + [b for _, b in pairs] + rest[spare:]
+        return cls(torch.tensor(order, device=inv_freq.device), F.pad(inv_freq.float(), (0, num_pairs - len(inv_freq))))
+
+    def error(self, near_TGD: torch.Tensor, far_TGD: torch.Tensor, distance: int) -> float:
+        """Return how far keys of position 0 on, turned by the distance, are from those computed there, relatively."""
+        angles_11P = (distance * self.inv_freq_P)[None, None]
+        turned = rotate(near_TGD[..., self.order_D], angles_11P.cos(), angles_11P.sin())
+        wanted = far_TGD[..., self.order_D]
+        return float((turned - wanted).norm() / wanted.norm().clamp_min(1e-12))
+
+
+def _pairings(num_pairs: int, head_dim: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the pairs of dimensions that models rotate: halves or neighbours, of the first or the last dimensions."""
+    if 2 * num_pairs > head_dim:
+        return
+    for start in sorted({0, head_dim - 2 * num_pairs}):
+        yield [(start + i, start + i + num_pairs) for i in range(num_pairs)]
+        yield [(start + 2 * i, start + 2 * i + 1) for i in range(num_pairs)]
+
+
+def _frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the angles per position that the model's rotations use, each [number of pairs]."""
+    found: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        is_known = any(len(one) == len(buffer) and torch.equal(one, buffer) for one in found)
+        if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1 and not is_known:
+            found.append(buffer)
+    return found
+
+
+def _layers_of(kv: torch.Tensor) -> LayerKV:
+    return lambda layer: (kv[0, layer], kv[1, layer])
+
+
+def _check_config(model_type: str, config: Any) -> None:
+    """Raise UnsupportedModelError for what a pass of a few tokens does not show."""
+    if getattr(config, "is_encoder_decoder", False):
+        _refuse(config, "it has an encoder, and its decoder reads the encoder's output (cross attention)")
+    unknown = set(getattr(config, "layer_types", None) or ()) - _KINDS
+    if unknown:
+        _refuse(config, f"layers of type {', '.join(sorted(unknown))} keep more than the keys and values of tokens")
+    if getattr(config, "index_topk", None):
+        _refuse(config, "its attention chooses the tokens that it reads (index_topk)")
+    if any(one.get("rope_type") == "dynamic" for one in _rope_parameters(config)):
+        _refuse(config, "RoPE scaling 'dynamic' gives kept keys other frequencies in longer prompts")
+
+
+def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Return the parameters of each RoPE: one, or one for each type of layer."""
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    by_type = [one for one in parameters.values() if isinstance(one, Mapping)]
+    return by_type or [parameters]
+
+
+def _windows(config: Any, calls: list[AttentionCall]) -> tuple[list[int | None], int]:
+    """Return each layer's window, and the longest sequence.
+
+    Where the config has a window, but neither its types of layers nor the calls say which layers use it, sequences end
+    with the window. A longrope model computes with the frequencies of its original length.
+    """
+    longest, window = int(getattr(config, "max_position_embeddings", None) or 2048), None
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") == "longrope":
+            original = getattr(config, "original_max_position_embeddings", None)
+            longest = min(longest, int(rope.get("original_max_position_embeddings") or original or longest))
+    if getattr(config, "use_sliding_window", True):
+        window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return [int(window) if kind == "sliding_attention" and window else None for kind in kinds], longest
+    windows = [call.window for call in calls]
+    if window is not None and not any(windows):
+        longest = min(longest, int(window))
+    return windows, longest
+
+
+def _refuse(config: Any, reason: str) -> NoReturn:
+    raise UnsupportedModelError(
+        f"model_type {config.model_type!r} cannot run here: {reason}. docs/models.md says what can; or let another "
+        "engine serve it, and name that engine's address (--base-url)"
+    )
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Let transformers draw none on the error output, which commands use for their own messages."""
+    from transformers.utils import logging
+
+    were_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_enabled:
+            logging.enable_progress_bar()
+
+
+def load(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: int = 0) -> TransformersDecoder:
+    """Load a checkpoint with transformers, from local files only; code in the checkpoint is never run.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the architecture, or it cannot be computed by slots.
+        ModelError: the files are damaged, or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM, __version__
+    from transformers.modeling_utils import AttentionInterface
+
+    WeightFiles(folder)  # it has safetensors, which run no code
+    AttentionInterface.register(_NAME, _attend)
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    try:
+        with _without_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=_NAME, **options
+            )
+    except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        raise UnsupportedModelError(
+            f"{folder} cannot be loaded: Stillroom has no code for this architecture, and transformers {__version__} "
+            f"says: {str(error).splitlines()[0]}"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise ModelError(f"{folder} cannot be read: {str(error).splitlines()[0]}; download it again") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} tensors, such as {missing[0]}; download it again")
+    return TransformersDecoder(model.to(device), max_model_len)
