@@ -53,8 +53,8 @@ ModelOption = Annotated[
         "--model",
         "-m",
         metavar="MODEL",
-        help="Model that answers: bundled:reader (the default; quotes the documents), a checkpoint's folder or a hub "
-        "name (generates text), or bundled:microworld (shows KV reuse).",
+        help="Model that answers: bundled:reader (the default; quotes the documents), a checkpoint's folder, a GGUF "
+        "file or a hub name (generates text), or bundled:microworld (shows KV reuse).",
     ),
 ]
 EngineOption = Annotated[

@@ -31,7 +31,7 @@ class RuntimeConfig:
     model: str = BUNDLED_MODEL
     """`bundled`: the bundled reader, which quotes documents and generates no text (docs/reader.md).
     `bundled:microworld`: a tiny decoder of an invented country, to show reuse of KV. Else a folder with a Hugging Face
-    checkpoint, or a hub name."""
+    checkpoint, a GGUF file, or a hub name (docs/models.md)."""
     device: str = "auto"
     """`auto`: cuda if there is a GPU, else cpu; or any torch device name."""
     dtype: Dtype = "auto"

@@ -42,9 +42,9 @@ def full_name(model: str) -> str:
 
 
 def short_name(model: str) -> str:
-    """Return `full_name`, or of another model's folder the last part."""
+    """Return `full_name`, or of another model's folder or file the last part."""
     name = full_name(model)
-    return Path(model).resolve().name if name == model and Path(model).is_dir() else name
+    return Path(model).resolve().name if name == model and Path(model).exists() else name
 
 
 def model_warnings(model: str) -> tuple[str, ...]:

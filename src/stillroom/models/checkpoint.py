@@ -9,6 +9,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from stillroom.models import gguf_file
 from stillroom.models.bundled_models import MICROWORLD, bundled_folder, full_name, reader_folder
 
 if TYPE_CHECKING:  # finding a tokenizer needs no tensors
@@ -18,11 +19,12 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
 def resolve(model: str) -> Path:
-    """Return the folder of a bundled model, a local folder, or a hub model (downloaded once, then cached).
+    """Return the folder of a bundled model, a local folder, a GGUF file (converted once) or a hub model (loaded once).
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub does not have the name or cannot be reached.
         UnsupportedModelError: it is a reader, which is no checkpoint of a decoder.
+        UnsupportedModelError, ModelError, ConfigError: see `gguf_file.converted`.
     """
     if reader_folder(model) is not None:
         raise UnsupportedModelError(
@@ -35,8 +37,12 @@ def resolve(model: str) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == gguf_file.SUFFIX and folder.is_file():
+        return gguf_file.converted(folder)
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFoundError(f"{model} is not a folder; give a checkpoint's folder, a hub name or 'bundled'")
+        raise ModelNotFoundError(
+            f"{model} is not a folder; give a checkpoint's folder, a GGUF file, a hub name or 'bundled'"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -82,7 +88,9 @@ class WeightFiles:
             return {str(name): str(file) for name, file in weight_map.items()}
         if not (self.folder / "model.safetensors").is_file():
             if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.gguf")):
-                raise UnsupportedModelError(f"{self.folder} has no safetensors weights; convert the checkpoint first")
+                raise UnsupportedModelError(
+                    f"{self.folder} has no safetensors weights; convert the checkpoint, or name the GGUF file itself"
+                )
             raise ModelNotFoundError(f"{self.folder} has no model.safetensors")
         with self._reading("model.safetensors") as file:
             return dict.fromkeys(file.keys(), "model.safetensors")

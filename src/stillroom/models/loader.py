@@ -50,7 +50,7 @@ def load_model(
     """Load a checkpoint.
 
     Args:
-        model: a bundled decoder, a folder, or a hub name.
+        model: a bundled decoder, a folder, a GGUF file, or a hub name.
         max_model_len: see `spec_from_config`.
 
     Raises:

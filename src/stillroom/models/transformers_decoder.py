@@ -22,6 +22,7 @@ from stillroom.errors import ModelError, UnsupportedModelError
 from stillroom.models.causal_model import ModelShape
 from stillroom.models.checkpoint import WeightFiles
 from stillroom.models.packed import LayerKV, PackedInput
+from stillroom.models.transformers_output import without_output
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_spans
 from stillroom.ops.attention_observers import AttentionObserver
@@ -443,20 +444,6 @@ def _refuse(config: Any, reason: str) -> NoReturn:
     )
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Let transformers draw none on the error output, which commands use for their own messages."""
-    from transformers.utils import logging
-
-    were_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_enabled:
-            logging.enable_progress_bar()
-
-
 def load(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: int = 0) -> TransformersDecoder:
     """Load a checkpoint with transformers, from local files only; code in the checkpoint is never run.
 
@@ -471,7 +458,7 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: 
     AttentionInterface.register(_NAME, _attend)
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
-        with _without_progress_bars():
+        with without_output():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=_NAME, **options
             )

@@ -104,8 +104,8 @@ class Stillroom:
         """Open the knowledge base at `path`, or create one there.
 
         Args:
-            model: `bundled:reader` (the default), `bundled:microworld`, a checkpoint's folder or a hub name; overrides
-                `config.runtime.model`.
+            model: `bundled:reader` (the default), `bundled:microworld`, a checkpoint's folder, a GGUF file or a hub
+                name; overrides `config.runtime.model`.
             create: create a knowledge base if there is none.
 
         Raises:
