@@ -229,8 +229,9 @@ def test_pages_that_cannot_be_drawn_are_explained(kb: KnowledgeBase, originals: 
         originals.page_image(guide, 1, 300)
     with pytest.raises(UsageError, match="width=9999"):
         originals.page_image(pdf, 1, 9999)
-    with pytest.raises(DocumentError, match="max_reader_bytes"):
-        Originals(kb.corpus, DocumentsConfig(max_reader_bytes=1)).page_image(pdf, 1, 300)
+    for num_bytes in (1, 2**19, 2**20, 2**22):  # the libraries fit in part
+        with pytest.raises(DocumentError, match="max_reader_bytes"):
+            Originals(kb.corpus, DocumentsConfig(max_reader_bytes=num_bytes)).page_image(pdf, 1, 300)
     with pytest.raises(DocumentError, match="timeout_s"):
         Originals(kb.corpus, DocumentsConfig(timeout_s=1e-9)).page_image(pdf, 1, 300)
     os.truncate(pdf, 10)

@@ -29,8 +29,12 @@ def main() -> int:
     signal.alarm(seconds)  # ends this process if the parent has died
     _limit(max_bytes)
     with open(descriptor, "rb") as stream:
-        import pypdfium2 as pdfium  # after the limits are set
-
+        try:
+            import pypdfium2 as pdfium  # after the limits are set
+        except ModuleNotFoundError:
+            raise
+        except (ImportError, OSError, SystemError):  # a library that does not fit into the limit cannot be mapped
+            return OUT_OF_MEMORY
         try:
             pdf = pdfium.PdfDocument(stream)
             if not 1 <= page <= len(pdf):
