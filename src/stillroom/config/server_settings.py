@@ -59,6 +59,12 @@ class ServerConfig:
     `pip install 'stillroom[otel]'`. Empty: no traces."""
     mcp: bool = False
     """Serve the tools of docs/mcp.md at `/mcp`, with the same keys; needs `pip install 'stillroom[mcp]'`."""
+    source_events: bool = False
+    """Send the sources of streamed answers as events that open-webui shows as citations, instead of annotations
+    (docs/open-webui.md). A request can set its own: `stillroom.source_events`."""
+    public_url: str = ""
+    """Address of this server as browsers reach it, such as `https://answers.example.org`, for links in events. Empty:
+    the address that the request was sent to."""
     allowed_hosts: str = ""
     """Host names, separated by commas, that requests may use besides `localhost` and the like if no keys are required,
     for example a proxy's that keeps the `Host` header. Guards against DNS rebinding: pages that point a name of their

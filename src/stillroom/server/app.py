@@ -178,7 +178,9 @@ class _Api:
         streams = await stillroom.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
         model = served_name(stillroom.model_name)
         if body.stream:
-            return AnswerEvents(streams, chat.chat_events(streams, model, includes_usage=body.includes_usage))
+            link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
+            events = chat.chat_events(streams, model, includes_usage=body.includes_usage, events_link_to=link_to)
+            return AnswerEvents(streams, events)
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:

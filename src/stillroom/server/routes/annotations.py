@@ -31,16 +31,22 @@ def annotations_of(answer: Answer) -> list[Annotation]:
 
 def _annotation(citation: Citation) -> Annotation:
     title = citation.heading or citation.document.rpartition("/")[2]
-    url = f"/v1/documents/{quote(citation.document)}/content{_place(citation)}"
     return Annotation(
-        url_citation=UrlCitation(start_index=citation.start, end_index=citation.end, title=title, url=url)
+        url_citation=UrlCitation(
+            start_index=citation.start, end_index=citation.end, title=title, url=content_path(citation)
+        )
     )
 
 
-def _place(citation: Citation) -> str:
-    """Return query and fragment with which the document's page marks the lines, or shows the page."""
-    if citation.start_line:
-        last = f"-L{citation.end_line}" if citation.end_line > citation.start_line else ""
-        lines = f"L{citation.start_line}{last}"
-        return f"?highlight={lines}#{lines}"
-    return f"#page={citation.start_page}" if citation.start_page else ""
+def content_path(passage: Citation | Source) -> str:
+    """Return the path at which the passage's document opens, with the lines marked or at the page.
+
+    Args:
+        passage: with a public document id.
+    """
+    path = f"/v1/documents/{quote(passage.document)}/content"
+    if passage.start_line:
+        last = f"-L{passage.end_line}" if passage.end_line > passage.start_line else ""
+        lines = f"L{passage.start_line}{last}"
+        return f"{path}?highlight={lines}#{lines}"
+    return f"{path}#page={passage.start_page}" if passage.start_page else path

@@ -179,11 +179,13 @@ async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def chunk_event(content: BaseModel, *, includes_usage: bool, ours: JsonObject | None = None) -> str:
-    """Format one chunk of a stream, without empty fields except those that clients expect to be null."""
-    chunk = content.model_dump(exclude_none=True)
-    if ours is not None:
-        chunk["stillroom"] = ours
+def chunk_event(content: BaseModel, *, includes_usage: bool, more: JsonObject | None = None) -> str:
+    """Format one chunk of a stream, without empty fields except those that clients expect to be null.
+
+    Args:
+        more: further fields.
+    """
+    chunk = content.model_dump(exclude_none=True) | (more or {})
     for choice in chunk["choices"]:
         choice.setdefault("finish_reason", None)
     if includes_usage:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stillroom.backends.conversation import Exchange
+from stillroom.config.settings import ServerConfig
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, TokenScore
 from stillroom.rag.as_json import JsonObject, details_as_json, source_as_json
@@ -19,6 +20,7 @@ from stillroom.server.routes.answer_events import (
     slowest,
     usage_of,
 )
+from stillroom.server.routes.source_events import source_event
 from stillroom.server.schemas.replies import (
     AnswerDetails,
     AssistantMessage,
@@ -126,6 +128,17 @@ def _check_continuation(body: ChatCompletionRequest, conversation: Conversation)
         raise UsageError("continue_final_message and add_generation_prompt exclude each other; set only one to true")
 
 
+def events_link_to(body: ChatCompletionRequest, config: ServerConfig, address: str) -> str | None:
+    """Return the address that events of sources link to; None: no such events.
+
+    Args:
+        address: that the request was sent to.
+    """
+    wanted = (body.stillroom or ChatExtension()).source_events
+    is_wanted = config.source_events if wanted is None else wanted
+    return config.public_url or address if is_wanted else None
+
+
 def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
     answers = [public_citations(answer) for answer in answers]
     first = answers[0]
@@ -164,15 +177,24 @@ def completion_id(request_id: str) -> str:
 
 
 async def chat_events(
-    streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool
+    streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool, events_link_to: str | None = None
 ) -> AsyncIterator[str]:
-    """Yield the response as server-sent events."""
+    """Yield the response as server-sent events.
+
+    Args:
+        events_link_to: send the sources as events too, with links to this address, and no annotations, which
+            open-webui would take for further sources.
+    """
     first = streams[0]
     chunks = _Chunks(first.request_id, model, includes_usage)
-    sources = [source_as_json(source) for source in public_sources(first.sources)]
+    sources = public_sources(first.sources)
+    shown = [source_as_json(source) for source in sources]
     for index in range(len(streams)):
-        ours = {"request_id": first.request_id, "sources": sources} if index == 0 else None
+        ours = {"request_id": first.request_id, "sources": shown} if index == 0 else None
         yield chunks.event(index, Delta(role="assistant", content=""), ours=ours)
+    if events_link_to is not None:
+        for source in sources:
+            yield chunks.source(source_event(source, events_link_to))
     async for index, piece in merged(streams):
         stream = streams[index]
         scores = stream.take_logprobs()
@@ -181,7 +203,7 @@ async def chat_events(
             continue
         answer = public_citations(stream.answer)
         ours = {"request_id": stream.request_id, **details_as_json(answer)}
-        delta = Delta(annotations=annotations_of(answer) or None)
+        delta = Delta(annotations=annotations_of(answer) or None if events_link_to is None else None)
         yield chunks.event(index, delta, scores, finish_reason=answer.finish_reason, ours=ours)
     if includes_usage:
         yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))
@@ -208,8 +230,13 @@ class _Chunks:
         choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
         return self._written(ChatCompletionChunk(**self._common, choices=[choice]), ours)
 
+    def source(self, event: JsonObject) -> str:
+        """An empty delta, because clients read the first choice of every chunk."""
+        chunk = ChatCompletionChunk(**self._common, choices=[ChunkChoice(delta=Delta())])
+        return chunk_event(chunk, includes_usage=self._includes_usage, more={"event": event})
+
     def usage_event(self, usage: Usage) -> str:
         return self._written(ChatCompletionChunk(**self._common, choices=[], usage=usage))
 
     def _written(self, chunk: ChatCompletionChunk, ours: JsonObject | None = None) -> str:
-        return chunk_event(chunk, includes_usage=self._includes_usage, ours=ours)
+        return chunk_event(chunk, includes_usage=self._includes_usage, more={} if ours is None else {"stillroom": ours})

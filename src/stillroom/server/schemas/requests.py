@@ -156,6 +156,8 @@ class ChatExtension(SearchOptions):
 
     search: bool = True
     """False: no search, and no entry in the request log; the model answers from the messages alone."""
+    source_events: bool | None = None
+    """Overrides `server.source_events`."""
 
 
 class JsonSchema(Body):
