@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from stillroom.ops import cpu_kernels
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_spans
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import serialised
+from stillroom.ops.linear import Linear
 from stillroom.ops.rope import rotate
 
 # T packed tokens, B rows whose logits are wanted, V vocabulary, S slots, L layers, H query heads, G key/value heads,
@@ -175,6 +176,29 @@ def _padded(x_TGD: torch.Tensor, head_dim: int, order_D: torch.Tensor | None = N
     return x_TGD if order_D is None else x_TGD[..., order_D]
 
 
+class _Product(torch.nn.Linear):
+    """A linear layer that computes few rows with our kernels, which read the weights once for all of them."""
+
+    product: Linear
+
+    @classmethod
+    def replace_in(cls, model: torch.nn.Module) -> None:
+        """Make this of all linear layers of a model on a CPU; their weights stay where they are."""
+        for module in model.modules():
+            if type(module) is torch.nn.Linear and module.weight.dtype in (torch.float32, torch.bfloat16):
+                product = Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+                if product.kernel_arrays is not None:
+                    module.__class__ = cls
+                    cast("_Product", module).product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]."""
+        num_rows = x.numel() // x.shape[-1]
+        if not 0 < num_rows <= self.product.most_rows:
+            return super().forward(x)
+        return self.product(x.reshape(num_rows, -1).float()).to(x.dtype).view(*x.shape[:-1], -1)
+
+
 class TransformersDecoder:
     """See `CausalModel`. What it calls hidden states are logits already: models differ in how they make them."""
 
@@ -190,6 +214,8 @@ class TransformersDecoder:
             UnsupportedModelError: the model does something that cannot be computed by slots; the text says what.
         """
         self._model = model.eval()
+        if model.device.type == "cpu":
+            _Product.replace_in(model)
         self._config = model.config.get_text_config()
         self.device, self.dtype = torch.device(model.device), model.dtype
         self.activation_dtype = self.dtype
