@@ -376,3 +376,25 @@ def test_a_request_overrides_the_setting_of_source_events(setting: bool, wanted:
     config = ServerConfig(source_events=setting, public_url="https://answers.example.org")
     found = [events_link_to(body, one, "http://127.0.0.1:1/") for one in (config, replace(config, public_url=""))]
     assert found == ([None, None] if wanted is False else [config.public_url, "http://127.0.0.1:1/"])
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("fields", [{"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "auto"}, {"functions": [{}]}])
+def test_tools_are_ignored_with_a_warning(client: httpx.Client, fields: dict[str, Any]) -> None:
+    whole = client.post("/v1/chat/completions", json=QUESTION | fields).json()
+    *_, last, _ = events(client.post("/v1/chat/completions", json=QUESTION | fields | {"stream": True}))
+    for ours in (whole["stillroom"], last["stillroom"]):
+        assert any("no tools are called" in warning for warning in ours["warnings"])
+    plain = client.post("/v1/chat/completions", json=QUESTION | {"tools": []}).json()
+    assert not any("tools" in warning for warning in plain["stillroom"]["warnings"])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tool_choice": TOOL}, {"function_call": {"name": "weather"}}]
+)
+def test_a_required_tool_call_is_refused(client: httpx.Client, fields: dict[str, Any]) -> None:
+    response = client.post("/v1/chat/completions", json=QUESTION | {"tools": [TOOL]} | fields)
+    assert response.status_code == 400
+    assert "no tools are called here" in response.json()["error"]["message"]

@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
+from stillroom.server.auth.guard import origins_of
 from stillroom.server.auth.key_ring import KeyRing, edit_keys, load_keys, new_key
 from stillroom.server.auth.tenants import Tenants
 from tests.server.fakes import FakeStillroom, as_stillroom
@@ -240,6 +242,34 @@ def test_own_page_is_accepted(any_client: httpx.Client) -> None:
     host = f"localhost:{any_client.base_url.port}"
     headers = {"host": host, "origin": f"http://{host}"}
     assert any_client.post("/v1/search", json={"query": "keys"}, headers=headers).status_code == 200
+
+
+CHAT = "https://chat.example.org"
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_pages_of_allowed_origins_may_use_a_server(tmp_path: Path, has_keys: bool) -> None:
+    """Their browser asks first, without a key."""
+    stillroom = FakeStillroom(config=StillroomConfig(server=ServerConfig(allowed_origins=f"{CHAT}, http://[::1]:3000")))
+    path = tmp_path / "keys.json"
+    key = bearer(add(path, "anna", "default"))
+    options = {"keys": KeyRing(path)} if has_keys else {}
+    with serving(as_stillroom(stillroom), **options) as url, httpx.Client(base_url=url, timeout=20) as client:
+        asked = client.options("/v1/search", headers={"origin": CHAT, **PREFLIGHT})
+        assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == CHAT
+        found = client.post("/v1/search", json={"query": "keys"}, headers={"origin": CHAT, **key})
+        assert found.status_code == 200 and found.headers["access-control-allow-origin"] == CHAT
+        foreign = client.options("/v1/search", headers={"origin": "https://evil.example", **PREFLIGHT})
+        assert foreign.status_code == 400 and "access-control-allow-origin" not in foreign.headers
+        refused = client.post("/v1/search", json={"query": "keys"}, headers={"origin": "https://evil.example"})
+        assert refused.status_code == (401 if has_keys else 403)
+
+
+@pytest.mark.parametrize("origins", ["*", "chat.example.org", "https://chat.example.org/", "null", "file:///x"])
+def test_settings_that_are_no_origins_are_refused(origins: str) -> None:
+    with pytest.raises(ConfigError, match="is no origin"):
+        origins_of(origins)
 
 
 def test_keys_file_is_readable_json(tmp_path: Path) -> None:

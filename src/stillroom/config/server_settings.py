@@ -65,6 +65,9 @@ class ServerConfig:
     public_url: str = ""
     """Address of this server as browsers reach it, such as `https://answers.example.org`, for links in events. Empty:
     the address that the request was sent to."""
+    allowed_origins: str = ""
+    """Web pages that may call this server from a browser (CORS), by their origins, separated by commas, such as
+    `https://chat.example.org`. Without keys, every such page reads all documents."""
     allowed_hosts: str = ""
     """Host names, separated by commas, that requests may use besides `localhost` and the like if no keys are required,
     for example a proxy's that keeps the `Host` header. Guards against DNS rebinding: pages that point a name of their

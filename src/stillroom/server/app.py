@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
+from starlette.middleware.cors import CORSMiddleware
 
 from stillroom import __version__
 from stillroom.core.clock import SystemClock
@@ -21,7 +22,7 @@ from stillroom.errors import UsageError
 from stillroom.models.bundled_models import full_name, reader_folder
 from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.server import error_replies
-from stillroom.server.auth.guard import Guard, own_names
+from stillroom.server.auth.guard import Guard, origins_of, own_names
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants, caller_of, stillroom_of
 from stillroom.server.console import routes as console
@@ -117,7 +118,10 @@ def create_app(
         routes.append(mcp_route())
         app.router.routes.append(routes[-1])
     app.add_middleware(Limits, config=config.server, admission=admission, metrics=stillroom.metrics, clock=clock)
-    app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts)
+    origins = origins_of(config.server.allowed_origins)
+    app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts, origins=origins)
+    if origins:  # outside of the guard, because a browser's preflight has no key
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestObserver, metrics=stillroom.metrics, clock=clock, routes=routes, tracing=tracing)
     stillroom.metrics.watch_corpora("tenants", InactiveTenantCounts(tenants))
     return app
@@ -179,9 +183,8 @@ class _Api:
         model = served_name(stillroom.model_name)
         if body.stream:
             link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
-            events = chat.chat_events(streams, model, includes_usage=body.includes_usage, events_link_to=link_to)
-            return AnswerEvents(streams, events)
-        return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model))
+            return AnswerEvents(streams, chat.chat_events(streams, model, body, events_link_to=link_to))
+        return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model, body))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue prompts as given, without a search."""

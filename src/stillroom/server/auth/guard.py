@@ -8,6 +8,7 @@ against DNS rebinding, by their `Host`. An accepted request has a `caller_of(req
 import asyncio
 import ipaddress
 import logging
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,20 +40,30 @@ OPERATOR_PATHS: tuple[str, ...] = ("/metrics",)
 """Need an operator's key, because they cover all tenants."""
 
 
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?")
+
+
 class Guard:
     def __init__(
-        self, app: ASGIApp, tenants: Tenants, keys: KeyRing | None = None, hosts: Collection[str] | None = None
+        self,
+        app: ASGIApp,
+        tenants: Tenants,
+        keys: KeyRing | None = None,
+        hosts: Collection[str] | None = None,
+        origins: Collection[str] = (),
     ) -> None:
         """
         Args:
             keys: None asks for no key.
             hosts: `Host` names, without ports, that requests without a key may use; None allows any.
+            origins: of other sites' pages that may send requests without a key.
         """
         self._app = app
         self._tenants = tenants
         self._keys = keys
         self._unserved_tenants: set[str] = set()
         self._hosts = None if hosts is None else frozenset(hosts)
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,9 +123,11 @@ class Guard:
                 "host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and _netloc(origin) != host:
+        if origin is not None and _netloc(origin) != host and origin not in self._origins:
             return _forbidden(
-                f"pages of {origin} may not use this server without a key; serve with --keys FILE", "origin_not_allowed"
+                f"pages of {origin} may not use this server without a key; serve with --keys FILE, or add the origin "
+                "to server.allowed_origins",
+                "origin_not_allowed",
             )
         return None
 
@@ -141,6 +154,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def origins_of(setting: str) -> tuple[str, ...]:
+    """Return the origins of `server.allowed_origins`.
+
+    Raises:
+        ConfigError: one is no origin of a web page.
+    """
+    origins = tuple(one.strip() for one in setting.split(",") if one.strip())
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"server.allowed_origins: {origin!r} is no origin; write scheme, host and port as a browser sends "
+                "them, such as https://chat.example.org or http://localhost:3000"
+            )
+    return origins
 
 
 def own_names(host: str, allowed: str) -> frozenset[str] | None:

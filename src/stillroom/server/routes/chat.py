@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 CHAT_ALIAS = "stillroom-chat"
 """Model name of the served model without a search, for clients that can set no `stillroom.search`."""
 _SYSTEM = ("system", "developer")
+_NO_TOOLS = "no tools are called: the answer comes from the documents alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
     """
     if body.top_logprobs and not body.logprobs:
         raise UsageError("top_logprobs needs logprobs: true")
+    if body.needs_tool_call:
+        raise UsageError("tool_choice: no tools are called here; leave it out, or set it to 'auto' or 'none'")
     _check_continuation(body, conversation)
     extension = body.stillroom or ChatExtension()
     return replace(
@@ -139,8 +142,14 @@ def events_link_to(body: ChatCompletionRequest, config: ServerConfig, address: s
     return config.public_url or address if is_wanted else None
 
 
-def whole_completion(answers: Sequence[Answer], model: str) -> ChatCompletion:
-    answers = [public_citations(answer) for answer in answers]
+def _as_sent(answer: Answer, body: ChatCompletionRequest) -> Answer:
+    """Return the answer with the document ids that clients see, and a warning of what the request asked in vain."""
+    warnings = (*answer.warnings, _NO_TOOLS) if body.tools or body.functions else answer.warnings
+    return replace(public_citations(answer), warnings=warnings)
+
+
+def whole_completion(answers: Sequence[Answer], model: str, body: ChatCompletionRequest) -> ChatCompletion:
+    answers = [_as_sent(answer, body) for answer in answers]
     first = answers[0]
     details = details_as_json(replace(slowest(answers), citations=first.citations))
     return ChatCompletion(
@@ -177,7 +186,11 @@ def completion_id(request_id: str) -> str:
 
 
 async def chat_events(
-    streams: "Sequence[AsyncAnswerStream]", model: str, *, includes_usage: bool, events_link_to: str | None = None
+    streams: "Sequence[AsyncAnswerStream]",
+    model: str,
+    body: ChatCompletionRequest,
+    *,
+    events_link_to: str | None = None,
 ) -> AsyncIterator[str]:
     """Yield the response as server-sent events.
 
@@ -186,7 +199,7 @@ async def chat_events(
             open-webui would take for further sources.
     """
     first = streams[0]
-    chunks = _Chunks(first.request_id, model, includes_usage)
+    chunks = _Chunks(first.request_id, model, body.includes_usage)
     sources = public_sources(first.sources)
     shown = [source_as_json(source) for source in sources]
     for index in range(len(streams)):
@@ -201,11 +214,11 @@ async def chat_events(
         if piece is not None:
             yield chunks.event(index, Delta(content=piece), scores)
             continue
-        answer = public_citations(stream.answer)
+        answer = _as_sent(stream.answer, body)
         ours = {"request_id": stream.request_id, **details_as_json(answer)}
         delta = Delta(annotations=annotations_of(answer) or None if events_link_to is None else None)
         yield chunks.event(index, delta, scores, finish_reason=answer.finish_reason, ours=ours)
-    if includes_usage:
+    if body.includes_usage:
         yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))
     yield DONE
 

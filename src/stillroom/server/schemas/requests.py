@@ -249,7 +249,17 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    """Read and ignored, like `functions`; front ends send them with every question. The reply has a warning."""
+    tool_choice: Any = None
+    """That a tool must be called is refused."""
+    functions: list[Any] | None = None
+    function_call: Any = None
     stillroom: ChatExtension | None = None
+
+    @property
+    def needs_tool_call(self) -> bool:
+        return any(one == "required" or isinstance(one, dict) for one in (self.tool_choice, self.function_call))
 
 
 class EmbeddingRequest(Body):
