@@ -155,7 +155,8 @@ def share_name(share: float) -> str:
 
 
 def rows(result: BenchResult) -> list[dict[str, str]]:
-    """Return the table of the report: one row per arm and metric. A share has a mean and no spread."""
+    """Return the table of the report: one row per arm and metric. A share has a mean and no spread, one sample has
+    neither interval nor spread."""
     table = []
     for arm, metrics in result.samples.values.items():
         for metric in metrics:
@@ -167,15 +168,17 @@ def rows(result: BenchResult) -> list[dict[str, str]]:
                 return format_value(metric, value)
 
             spread = {"p50": summary.p50, "p95": summary.p95, "p99": summary.p99, "std": summary.std}
-            shown = {name: "" if is_share else show(value) for name, value in spread.items()}
+            is_one = summary.num_samples < 2
+            shown = {name: "" if is_share or is_one else show(value) for name, value in spread.items()}
+            interval = "" if is_one else f" [{show(summary.ci_low)}, {show(summary.ci_high)}]"
             table.append(
                 {
                     "arm": arm,
                     "metric": metric,
                     **{name: shown[name] for name in ("p50", "p95", "p99")},
-                    "mean": f"{show(summary.mean)} [{show(summary.ci_low)}, {show(summary.ci_high)}]",
+                    "mean": show(summary.mean) + interval,
                     "std": shown["std"],
-                    "CV": "" if is_share else f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
+                    "CV": "" if is_share or is_one else f"{summary.cv:.1%}" if math.isfinite(summary.cv) else "-",
                     "class": result.reproducibility(summary),
                     "x baseline": "" if ratio is None else str(ratio),
                 }

@@ -31,6 +31,8 @@ class Reproducibility(StrEnum):
     """20 to 50 %: investigate."""
     VERY_FLAKY = "very flaky"
     """50 % and more: reject."""
+    UNKNOWN = "one sample"
+    """One sample says nothing about the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,9 @@ class Summary:
     num_samples: int
     mean: float
     std: float
-    """Sample standard deviation (n - 1); 0 for a single sample."""
+    """Sample standard deviation (n - 1); NaN for a single sample."""
     cv: float
-    """std / |mean|; infinite for a mean of 0 with any spread."""
+    """std / |mean|; infinite for a mean of 0 with any spread, NaN for a single sample."""
     ci_low: float
     ci_high: float
     """95 % confidence interval of the mean: Student t below 30 samples, normal from 30; of shares see
@@ -55,6 +57,8 @@ class Summary:
 
     @property
     def reproducibility(self) -> Reproducibility:
+        if self.num_samples < 2:
+            return Reproducibility.UNKNOWN
         if self.cv < 0.10:
             return Reproducibility.EXCELLENT
         if self.cv < 0.20:
@@ -72,7 +76,7 @@ def summarise(samples: Sequence[float]) -> Summary:
     assert values.size > 0, "no samples"
     with np.errstate(invalid="ignore"):
         mean = float(values.mean())
-        std = float(values.std(ddof=1)) if values.size > 1 else 0.0
+        std = float(values.std(ddof=1)) if values.size > 1 else math.nan
         p50, p95, p99 = (float(value) for value in np.percentile(values, [50, 95, 99]))
     cv = 0.0 if std == 0 else math.inf if mean == 0 else std / abs(mean)
     half = _half_width(std, values.size)
@@ -105,15 +109,18 @@ class Interval:
 
     value: float
     low: float
+    """NaN, like `high`, if the spread is unknown: of one sample."""
     high: float
 
     def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.3g}"
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values are finite; they are not if a denominator can be 0."""
-        return math.isfinite(self.value) and math.isfinite(self.low) and math.isfinite(self.high)
+        """Whether neither the value nor a bound is infinite; they are if a denominator can be 0."""
+        return math.isfinite(self.value) and not math.isinf(self.low) and not math.isinf(self.high)
 
     def excludes(self, value: float) -> bool:
         """Return whether the interval lies entirely above or below a value."""
@@ -142,6 +149,9 @@ def ratio_of_medians(
     independently.
     """
     a, b = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    if min(a.size, b.size) < 2:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return Interval(float(np.divide(np.median(a), np.median(b))), math.nan, math.nan)
     rng = np.random.default_rng(seed)
     rows_a = rng.integers(0, a.size, size=(num_resamples, a.size))
     rows_b = rows_a if a.size == b.size else rng.integers(0, b.size, size=(num_resamples, b.size))
@@ -163,6 +173,9 @@ def ratio_of_means(
     """
     a, b = np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
     assert a.size == b.size > 0
+    if a.size < 2:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return Interval(float(np.divide(a[0], b[0])), math.nan, math.nan)
     rng = np.random.default_rng(seed)
     block = max(1, min(block, a.size // 5))
     starts = rng.integers(0, a.size, size=(num_resamples, -(-a.size // block)))
@@ -171,10 +184,13 @@ def ratio_of_means(
 
 
 def _interval(numerator: Any, denominator: Any, numerators: FloatArray, denominators: FloatArray) -> Interval:
-    """Return the interval of a ratio; infinite or NaN if a denominator is 0."""
+    """Return the interval of a ratio; infinite if a denominator is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.percentile(numerators / denominators, [2.5, 97.5])
-        return Interval(float(np.divide(numerator, denominator)), float(low), float(high))
+        value, ratios = float(np.divide(numerator, denominator)), numerators / denominators
+        if np.isnan(ratios).any():  # 0 / 0
+            return Interval(value, -math.inf, math.inf)
+        low, high = np.percentile(ratios, [2.5, 97.5])
+        return Interval(value, float(low), float(high))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from stillroom_bench.instrument.bench_report import BenchResult, rows
+from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.statistics import (
     Reproducibility,
     holm,
     paired_tests,
+    ratio_of_means,
     ratio_of_medians,
     summarise,
     summarise_shares,
@@ -142,3 +146,23 @@ def test_paired_tests_equal_scipy_and_are_corrected_together() -> None:
 def test_identical_arms_are_never_significant() -> None:
     test = paired_tests({"same": ([1.0, 2.0], [1.0, 2.0])})["same"]
     assert (test.mean_difference, test.adjusted_p) == (0.0, 1.0)
+
+
+def test_one_sample_has_a_value_and_nothing_else() -> None:
+    summary = summarise([0.203])
+    assert summary.mean == summary.p50 == 0.203
+    assert all(math.isnan(value) for value in (summary.std, summary.cv, summary.ci_low, summary.ci_high))
+    assert summary.reproducibility is Reproducibility.UNKNOWN and not summary.is_flaky()
+    for ratio in (ratio_of_medians([2.0], [4.0]), ratio_of_means([2.0], [4.0]), ratio_of_medians([2.0], [4.0, 4.0])):
+        assert (str(ratio), ratio.is_finite, ratio.excludes(1.0)) == ("0.5", True, False)
+    assert not ratio_of_medians([2.0], [0.0]).is_finite
+    assert not ratio_of_medians([0.0, 1.0], [0.0, 1.0]).is_finite, "resamples without a ratio"
+
+
+def test_report_shows_one_sample_without_interval_and_class() -> None:
+    samples = Samples({"a": {"seconds": [0.5]}, "b": {"seconds": [0.25]}})
+    result = BenchResult("bench", record_environment(), {}, samples, "a")
+    found = {row["arm"]: row for row in rows(result)}
+    assert found["b"]["mean"] == "0.25" and found["b"]["x baseline"] == "0.5"
+    assert (found["b"]["p95"], found["b"]["CV"], found["b"]["class"]) == ("", "", "one sample")
+    assert result.to_json()["arms"]["b"]["seconds"]["ratio_to_baseline"] == {"value": 0.5, "low": None, "high": None}
