@@ -222,3 +222,12 @@ def test_rst_line_ends_at_a_newline_only() -> None:
     document = parse_rst(Path("/x/a.rst"), "one\u2028two\x0bthree\x85four\x1cfive\n\nsix\n")
     found = [(paragraph.text.split(), paragraph.start_line, paragraph.end_line) for paragraph in document.paragraphs]
     assert found == [(["one", "two", "three", "four", "five"], 1, 1), (["six"], 3, 3)]
+
+
+def test_a_file_with_a_date_has_the_same_text_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Written on |today| at |time|.\n\n.. |today| date::\n.. |time| date:: %H:%M\n\n.. date:: %d\n"
+    found = []
+    for day in ("2026-11-26", "2026-11-27"):
+        monkeypatch.setattr("time.strftime", lambda *_, day=day: day)
+        found.append([one.text for one in parse_rst(Path("/x/a.rst"), text).paragraphs])
+    assert found[0] == found[1] and found[0][0] == "Written on %Y-%m-%d at %H:%M."
