@@ -169,7 +169,7 @@ def test_pass_says_at_its_begin_and_end_what_it_does(caplog: pytest.LogCaptureFi
         service.wait()
     assert [record.getMessage() for record in caplog.records] == [
         "preparing 2 documents, 5 chunks, while no question waits",
-        "prepared 4 chunks in 0.0 s; 1 of 2 documents, 4 of 5 chunks are prepared; the budget is full",
+        "prepared windows with 4 chunks in 0.0 s; 1 of 2 documents, 4 of 5 chunks are prepared; the budget is full",
     ]
 
 

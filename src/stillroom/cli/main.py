@@ -68,7 +68,7 @@ _ONE_THREAD = frozenset({"search", "list", "show", "explain"})
 _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
     "remove": "Documents removed so far stay removed; run the same command again to do the rest.",
-    "prepare": "What is computed is kept; run the same command again to do the rest.",
+    "prepare": "What was computed so far is kept; run the same command again to do the rest.",
     "verify": "Repairs made so far are kept; run the same command again to do the rest.",
     "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to repeat the measurement.",
 }

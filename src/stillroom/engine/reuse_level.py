@@ -109,8 +109,10 @@ class ReuseLevel:
 
     @property
     def _found(self) -> str:
-        reference = "their prompt or of their documents" if self.options.only_prepared else "their prompt"
-        return f"{self._num_disagreed} of {self._num_seen} audited answers differ from a full prefill of {reference}"
+        found = f"{self._num_disagreed} of {self._num_seen} audited answers"
+        if self.options.only_prepared:
+            return f"{found} equal neither a full prefill of their prompt nor one of their documents"
+        return f"{found} differ from a full prefill of their prompt"
 
     def _use(self, options: AnywhereOptions) -> None:
         self.options = options

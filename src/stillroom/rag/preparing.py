@@ -274,7 +274,7 @@ def preparing_order(info: DocumentInfo, demand: DocumentDemand) -> tuple[int, fl
 
 def _log(report: PrepareReport) -> None:
     logger.info(
-        "prepared %d chunks in %.1f s; %d of %d documents, %d of %d chunks are prepared%s",
+        "prepared windows with %d chunks in %.1f s; %d of %d documents, %d of %d chunks are prepared%s",
         report.num_computed,
         report.seconds,
         report.num_documents,
