@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stillroom.errors import ModelError, UnsupportedModelError
+from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from stillroom.models import gguf_file
 from stillroom.models.loader import LoadedModel, load_model
 from tests.fakes import byte_tokenizer, random_checkpoint
@@ -125,9 +125,14 @@ def expected_logits(oracle: Any) -> torch.Tensor:
         pytest.param("Qwen3", {"head_dim": 128}, id="qwen3", marks=pytest.mark.slow),
     ],
 )
-def test_the_model_of_a_file_is_the_one_it_was_made_of(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_the_model_of_a_file_is_the_one_it_was_made_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, settings: dict[str, Any]
+) -> None:
     file, oracle = write_gguf(tmp_path, kind, **settings)
-    ours = all_logits(gguf_file.converted(file), PROMPT, [41, 19], dtype="float32")
+    capfd.readouterr()
+    folder = gguf_file.converted(file)
+    assert "%" not in capfd.readouterr().err, "a progress bar of a library"
+    ours = all_logits(folder, PROMPT, [41, 19], dtype="float32")
     torch.testing.assert_close(ours, expected_logits(oracle), atol=1e-4, rtol=1e-4)
     from_file, from_folder = (load_model(str(place), device="cpu") for place in (file, tmp_path))
     assert_same_text(from_file, from_folder)
@@ -194,7 +199,7 @@ def test_a_full_disk_and_damaged_files_are_clear_errors(tmp_path: Path, monkeypa
             gguf_file.converted(file)
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 3])
-    with pytest.raises(ModelError, match="is damaged"):
+    with pytest.raises(ModelError, match="is damaged or incomplete"):
         load_model(str(file), device="cpu")
     file.write_bytes(b"not a model")
     with pytest.raises(ModelError, match="is not a GGUF file"):
@@ -211,3 +216,11 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UnsupportedModelError, match="take the original checkpoint"):
         load_model(str(tmp_path / "x.gguf"), device="cpu")
+
+
+def test_missing_files_and_their_folder_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is no file"):
+        load_model(str(tmp_path / "x.gguf"), device="cpu")
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"give the file: --model .*x\.gguf"):
+        load_model(str(tmp_path), device="cpu")

@@ -1,6 +1,8 @@
 """Architectures that transformers computes and our attention serves equal transformers alone: logits within 1e-4 and 64
 identical greedy tokens, in float32 on the CPU, also with kept KV. What cannot be served is refused by name."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from stillroom.errors import ConfigError, ModelError, UnsupportedModelError
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_decoder
+from stillroom.models.loader import fingerprint_of, load_decoder
 from stillroom.models.transformers_decoder import TransformersDecoder
 from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import EngineFixture, Oracle, anywhere_fixture, question
@@ -104,7 +106,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "encoder": ("Bert", {}, "tokens see those behind them"),
     "own-masks": ("Doge", {}, "masks of its own"),
     "two-attentions": ("DiffLlama", {}, "attention is called 6 times, for 3 of its 3 layers"),
-    "no-interface": ("Bloom", {}, "attention is called 0 times"),
+    "no-interface": ("Bloom", {}, "does not go through transformers' interface"),
     "changing-frequencies": (
         "Olmo2",
         {"pad_token_id": 0, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -195,6 +197,28 @@ def test_missing_and_pickled_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match="no safetensors"):
         load_decoder(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "changes"),
+    [
+        ("Olmo2", {"pad_token_id": 0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("GptOss", {"head_dim": 16, **LOCAL_EXPERTS, "sliding_window": 128}, {"sliding_window": 16}),
+        ("Granite", MULTIPLIERS, {"residual_multiplier": 0.25}),
+    ],
+)
+def test_models_of_one_file_of_weights_and_different_configs_share_no_kv(
+    tmp_path: Path, kind: str, settings: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    folder, same, other = tmp_path / "model", tmp_path / "same", tmp_path / "other"
+    random_checkpoint(folder, kind, **settings)
+    for copied in (same, other):
+        shutil.copytree(folder, copied)
+    config = json.loads((folder / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changes))
+    found = [fingerprint_of(one, load_decoder(one, device="cpu")) for one in (folder, same, other)]
+    shorter = fingerprint_of(folder, load_decoder(folder, device="cpu", max_model_len=200))
+    assert found[0] == found[1] == shorter != found[2]
 
 
 def test_our_own_decoder_is_used_where_it_can_be(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def resolve(model: str) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    if folder.suffix == gguf_file.SUFFIX and folder.is_file():
+    if folder.suffix == gguf_file.SUFFIX:
+        if not folder.is_file():
+            raise ModelNotFoundError(f"there is no file {model}")
         return gguf_file.converted(folder)
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelNotFoundError(
@@ -63,7 +65,9 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """
     path = folder / name
     if not path.is_file():
-        raise ModelNotFoundError(f"{folder} has no {name}; is it the folder of a Hugging Face checkpoint?")
+        files = sorted(folder.glob(f"*{gguf_file.SUFFIX}"))
+        remedy = f"give the file: --model {files[0]}" if files else "is it the folder of a Hugging Face checkpoint?"
+        raise ModelNotFoundError(f"{folder} has no {name}; {remedy}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -95,7 +95,8 @@ def _write(file: Path, folder: Path) -> None:
     name = _DTYPES.get(types.most_common(1)[0][0], "bfloat16") if types else "float32"
     num_bytes = os.stat(file).st_size if name != "bfloat16" else 2 * _num_weights(file)
     if shutil.disk_usage(folder).free < num_bytes:
-        raise OSError(f"{num_bytes / 1e9:.1f} GB are needed, {shutil.disk_usage(folder).free / 1e9:.1f} GB are free")
+        free = shutil.disk_usage(folder).free
+        raise OSError(f"{num_bytes / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
     model = _model(file, getattr(torch, name))
     weights = {key: value.contiguous() for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -121,7 +122,7 @@ def _reader(file: Path) -> Any:
     try:
         return GGUFReader(file)
     except Exception as error:  # the library passes on what its parsing raises
-        raise ModelError(f"{file} is damaged ({error}); download it again") from error
+        raise ModelError(f"{file} is damaged or incomplete; download it again") from error
 
 
 def _header(file: Path) -> tuple[dict[str, tuple[str, int]], dict[str, Any]]:

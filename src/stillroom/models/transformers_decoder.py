@@ -8,6 +8,7 @@ transformers' own attention refuses the model if anything else is going on.
 """
 
 import copy
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ from stillroom.ops.rope import rotate
 _NAME = "stillroom"
 """Of the attention function, in transformers' registry."""
 _KINDS = frozenset({"full_attention", "sliding_attention"})
+_OF_A_COPY = frozenset({"_name_or_path", "transformers_version"})
+"""Fields of a config that do not change what is computed."""
 _NUM_TOKENS = 24
 """Of the passes at load."""
 _NUM_BEHIND = 8
@@ -241,7 +244,8 @@ class TransformersDecoder:
         """See `CausalModel`."""
         import transformers
 
-        return f"transformers {transformers.__version__} {replace(self.spec, max_positions=0)}"
+        config = {name: value for name, value in self._model.config.to_dict().items() if name not in _OF_A_COPY}
+        return f"transformers {transformers.__version__} {json.dumps(config, sort_keys=True, default=str)}"
 
     @property
     def inv_freq_LP(self) -> torch.Tensor:
@@ -295,6 +299,8 @@ class TransformersDecoder:
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             _refuse(self._config, f"transformers' code for it stops: {error}")
         calls, num_layers = sorted(probe.calls, key=lambda call: call.layer), int(self._config.num_hidden_layers)
+        if not calls:
+            _refuse(self._config, "its attention does not go through transformers' interface (AttentionInterface)")
         if [call.layer for call in calls] != list(range(num_layers)):
             found = f"{len(calls)} times, for {len({call.layer for call in calls})} of its {num_layers} layers"
             _refuse(self._config, f"attention is called {found}, and not once for each")
@@ -427,7 +433,7 @@ def _check_config(model_type: str, config: Any) -> None:
         _refuse(config, "it has an encoder, and its decoder reads the encoder's output (cross attention)")
     unknown = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if unknown:
-        _refuse(config, f"layers of type {', '.join(sorted(unknown))} keep more than the keys and values of tokens")
+        _refuse(config, f"layers of type {', '.join(sorted(unknown))} keep a state besides keys and values")
     if getattr(config, "index_topk", None):
         _refuse(config, "its attention chooses the tokens that it reads (index_topk)")
     if any(one.get("rope_type") == "dynamic" for one in _rope_parameters(config)):
