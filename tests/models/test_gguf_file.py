@@ -28,7 +28,9 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def write_gguf(folder: Path, kind: str, type_name: str = "F32", **settings: Any) -> tuple[Path, Any]:
+def write_gguf(
+    folder: Path, kind: str, type_name: str = "F32", *, scaling: str = "", **settings: Any
+) -> tuple[Path, Any]:
     """Write a random checkpoint with a tokenizer, and a GGUF file of it, as llama.cpp's converter does."""
     oracle = random_checkpoint(folder, kind, **{**SIZES, **settings})
     tokenizer = byte_tokenizer()
@@ -52,6 +54,8 @@ def write_gguf(folder: Path, kind: str, type_name: str = "F32", **settings: Any)
         else:
             quantised = gguf.GGMLQuantizationType[type_name]
             writer.add_tensor(found, gguf.quantize(values, quantised), raw_dtype=quantised)
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
     if "rope_parameters" in settings:
         plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16) * (10000.0 / 500000.0) ** (torch.arange(0, 16, 2) / 16)
         scaled = oracle.model.rotary_emb.inv_freq
@@ -207,7 +211,7 @@ def test_a_full_disk_and_damaged_files_are_clear_errors(tmp_path: Path, monkeypa
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "nobody")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "no-such-architecture")
     writer.add_block_count(1)
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
@@ -224,3 +228,9 @@ def test_missing_files_and_their_folder_are_explained(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"give the file: --model .*x\.gguf"):
         load_model(str(tmp_path), device="cpu")
+
+
+def test_rope_scaling_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    file, _ = write_gguf(tmp_path, "Llama", scaling="yarn")
+    with pytest.raises(UnsupportedModelError, match="scales RoPE by 'yarn'"):
+        load_model(str(file), device="cpu")

@@ -65,7 +65,7 @@ class CausalModel(Protocol):
 
     @property
     def inv_freq_LP(self) -> torch.Tensor:
-        """Angle per position for each layer and pair of dimensions: what `ops.rope.turn` needs."""
+        """Angle per position for each layer and pair of dimensions: what `ops.rope.rerotate_keys` needs."""
         ...
 
     def hidden_states(

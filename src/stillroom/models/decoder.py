@@ -110,7 +110,7 @@ class Decoder:
 
     @property
     def inv_freq_LP(self) -> torch.Tensor:
-        """Angle per position for each layer and pair of dimensions: what `ops.rope.turn` needs."""
+        """Angle per position for each layer and pair of dimensions: what `ops.rope.rerotate_keys` needs."""
         frequencies = [self._rope if window is None else self._local_rope for window in self.spec.windows]
         return torch.stack([inv_freq for inv_freq, _ in frequencies])
 

@@ -90,10 +90,13 @@ def _write(file: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    tensors, fields = _header(file)
-    types = Counter(kind for name, (kind, num_dimensions) in tensors.items() if num_dimensions > 1)
+    reader = _reader(file)
+    tensors = {one.name: one for one in reader.tensors}
+    _refuse_other_rope(file, reader)
+    fields = _tokenizer_fields(reader)
+    types = Counter(one.tensor_type.name for one in reader.tensors if len(one.shape) > 1)
     name = _DTYPES.get(types.most_common(1)[0][0], "bfloat16") if types else "float32"
-    num_bytes = os.stat(file).st_size if name != "bfloat16" else 2 * _num_weights(file)
+    num_bytes = os.stat(file).st_size if name != "bfloat16" else 2 * sum(int(one.n_elements) for one in reader.tensors)
     if shutil.disk_usage(folder).free < num_bytes:
         free = shutil.disk_usage(folder).free
         raise OSError(f"{num_bytes / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
@@ -108,7 +111,7 @@ def _write(file: Path, folder: Path) -> None:
         del config.quantization_config
     config.dtype = getattr(torch, name)
     if _FACTORS in tensors:
-        config.rope_parameters = _scaled(config, _values(file, _FACTORS))
+        config.rope_parameters = _scaled(config, [float(value) for value in tensors[_FACTORS].data])
     for key in ("eos_token_id", "bos_token_id"):
         setattr(config, key, fields.get(f"tokenizer.ggml.{key}", getattr(config, key, None)))
     config.save_pretrained(folder)
@@ -125,24 +128,22 @@ def _reader(file: Path) -> Any:
         raise ModelError(f"{file} is damaged or incomplete; download it again") from error
 
 
-def _header(file: Path) -> tuple[dict[str, tuple[str, int]], dict[str, Any]]:
-    """Return type and number of dimensions of each tensor, and the fields."""
-    reader = _reader(file)
-    tensors = {one.name: (one.tensor_type.name, len(one.shape)) for one in reader.tensors}
-    fields = {
+def _refuse_other_rope(file: Path, reader: Any) -> None:
+    """Raise UnsupportedModelError for a scaling of RoPE that transformers leaves out when it reads the file."""
+    kinds = {field.contents() for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")}
+    found = sorted(kinds - {"none"}) or [one.name for one in reader.tensors if one.name.startswith("rope_factors")]
+    if found:
+        raise UnsupportedModelError(
+            f"{file} scales RoPE by {found[0]!r}, which is not read; take the original checkpoint"
+        )
+
+
+def _tokenizer_fields(reader: Any) -> dict[str, Any]:
+    return {
         name: field.contents()
         for name, field in reader.fields.items()
         if name.startswith("tokenizer.") and not name.endswith((".merges", ".scores"))
     }
-    return tensors, fields
-
-
-def _num_weights(file: Path) -> int:
-    return sum(int(one.n_elements) for one in _reader(file).tensors)
-
-
-def _values(file: Path, name: str) -> list[float]:
-    return next([float(value) for value in one.data] for one in _reader(file).tensors if one.name == name)
 
 
 def _model(file: Path, dtype: Any) -> Any:

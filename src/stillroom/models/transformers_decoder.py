@@ -10,11 +10,11 @@ transformers' own attention refuses the model if anything else is going on.
 import copy
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from stillroom.errors import ModelError, UnsupportedModelError
 from stillroom.models.causal_model import ModelShape
 from stillroom.models.checkpoint import WeightFiles
+from stillroom.models.key_rotation import rotations
 from stillroom.models.packed import LayerKV, PackedInput
 from stillroom.models.transformers_output import without_output
 from stillroom.ops import cpu_kernels
@@ -29,10 +30,9 @@ from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_spans
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import serialised
 from stillroom.ops.linear import Linear
-from stillroom.ops.rope import rotate
 
 # T packed tokens, B rows whose logits are wanted, V vocabulary, S slots, L layers, H query heads, G key/value heads,
-# D head dimension, P pairs of dimensions
+# D head dimension, P = D / 2 pairs of dimensions
 
 _NAME = "stillroom"
 """Of the attention function, in transformers' registry."""
@@ -70,10 +70,8 @@ class AttentionCall:
     is_causal: bool
 
 
-class _Attention(Protocol):
-    def __call__(self, call: AttentionCall) -> torch.Tensor:
-        """Return the output, [T, H, D of the values]."""
-        ...
+_Attention = Callable[[AttentionCall], torch.Tensor]
+"""Returns the output, [T, H, D of the values]."""
 
 
 def _attend(  # noqa: PLR0913  transformers' names
@@ -143,9 +141,14 @@ class _Layer:
 class _Step:
     """The attention of one step."""
 
-    def __init__(self, decoder: "TransformersDecoder", packed: PackedInput, layer_kv: LayerKV) -> None:
-        self._decoder, self._packed, self._layer_kv = decoder, packed, layer_kv
-        self.observer: AttentionObserver | None = None
+    def __init__(
+        self,
+        decoder: "TransformersDecoder",
+        packed: PackedInput,
+        layer_kv: LayerKV,
+        observer: AttentionObserver | None,
+    ) -> None:
+        self._decoder, self._packed, self._layer_kv, self._observer = decoder, packed, layer_kv, observer
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         layer, packed = self._decoder.layers[call.layer], self._packed
@@ -161,8 +164,8 @@ class _Step:
         if q_THD.device.type == "cpu":
             q_THD = q_THD.float()  # what the kernels read
         q_THD = q_THD.contiguous()
-        if self.observer is not None:
-            self.observer.observe(q_THD, k_SGD, call.scale, layer.window, call.softcap)
+        if self._observer is not None:
+            self._observer.observe(q_THD, k_SGD, call.scale, layer.window, call.softcap)
         assert isinstance(packed.plan, AttentionPlan)
         if call.sinks_H is not None or not k_SGD.is_contiguous():
             sinks_H = None if call.sinks_H is None else call.sinks_H.float()
@@ -222,20 +225,21 @@ class TransformersDecoder:
         self._config = model.config.get_text_config()
         self.device, self.dtype = torch.device(model.device), model.dtype
         self.activation_dtype = self.dtype
-        _check_config(model.config.model_type, self._config)
+        _check_config(self._config)
         calls = self._probe()
         windows, longest = _windows(self._config, calls)
-        limits = [max_model_len or longest, longest]
         self.layers = [_Layer(call.k_TGD.shape[1], window) for call, window in zip(calls, windows, strict=True)]
         self.spec = ModelShape(
             vocab_size=int(self._config.vocab_size),
             num_layers=len(calls),
             num_kv_heads=max(layer.num_kv_heads for layer in self.layers),
             head_dim=max(x.shape[-1] for call in calls for x in (call.k_TGD, call.v_TGD)),
-            max_positions=min(limits),
+            max_positions=min(max_model_len or longest, longest),
         )
         self.num_computed = len(calls) + 1
         """The pass ends with this layer."""
+        self.inv_freq_LP = torch.zeros(self.spec.num_layers, self.spec.head_dim // 2, device=self.device)
+        """See `CausalModel`. Zero for layers without a rotation that was recognised."""
         self._find_rotations([call.k_TGD.shape[-1] for call in calls])
         self._compare()
 
@@ -247,11 +251,6 @@ class TransformersDecoder:
         config = {name: value for name, value in self._model.config.to_dict().items() if name not in _OF_A_COPY}
         return f"transformers {transformers.__version__} {json.dumps(config, sort_keys=True, default=str)}"
 
-    @property
-    def inv_freq_LP(self) -> torch.Tensor:
-        """See `CausalModel`. Zero for layers without a rotation that was recognised."""
-        return self._inv_freq_LP
-
     @serialised
     @torch.inference_mode()
     def hidden_states(
@@ -260,10 +259,8 @@ class TransformersDecoder:
         """See `CausalModel`."""
         if self.device.type == "cpu":
             cpu_kernels.use_threads()
-        step = _Step(self, packed, layer_kv)
-        step.observer = observer
         try:
-            with _attention(step):
+            with _attention(_Step(self, packed, layer_kv, observer)):
                 return self._run(packed.token_ids_T, packed.positions_T, packed.wanted_B)
         except _Enough:
             return torch.zeros(len(packed.wanted_B), self.spec.vocab_size, device=self.device)
@@ -308,7 +305,7 @@ class TransformersDecoder:
             _refuse(self._config, "it makes masks of its own, by which tokens see each other")
         if not all(call.is_causal for call in calls):
             _refuse(self._config, "tokens see those behind them, so it is no decoder")
-        if any(call.q_THD.shape[0] != call.k_TGD.shape[0] != _NUM_TOKENS for call in calls):
+        if any(call.k_TGD.shape[0] != _NUM_TOKENS for call in calls):
             _refuse(self._config, "its layers have keys of more than the tokens of the prompt")
         return calls
 
@@ -331,25 +328,15 @@ class TransformersDecoder:
 
         What is found is checked over the whole range of positions before keys are moved (`placement_check`).
         """
-        num_pairs = self.spec.head_dim // 2
-        self._inv_freq_LP = torch.zeros(self.spec.num_layers, num_pairs, device=self.device)
         far = min(97, self.spec.max_positions - _NUM_TOKENS)
         if far <= 0:
             return
         near_LTGD, far_LTGD = self._keys_at(0).float(), self._keys_at(far).float()
-        frequencies = _frequencies(self._model)
         for index, head_dim in enumerate(head_dims):
-            rotations = [_Rotation.none(self.spec.head_dim, self.device)]
-            rotations += (
-                _Rotation.of(pairs, inv_freq, self.spec.head_dim)
-                for one in frequencies
-                for inv_freq in (one, -one)
-                for pairs in _pairings(len(inv_freq), head_dim)
-            )
-            best = min(rotations, key=lambda one: one.error(near_LTGD[index], far_LTGD[index], far))
-            is_usual = torch.equal(best.order_D, torch.arange(self.spec.head_dim, device=self.device))
-            self.layers[index] = replace(self.layers[index], order_D=None if is_usual else best.order_D)
-            self._inv_freq_LP[index] = best.inv_freq_P
+            keys = near_LTGD[index], far_LTGD[index]
+            found = min(rotations(self._model, head_dim, self.spec.head_dim), key=lambda one: one.error(*keys, far))
+            self.layers[index] = replace(self.layers[index], order_D=None if found.keeps_order else found.order_D)
+            self.inv_freq_LP[index] = found.inv_freq_P
 
     @torch.inference_mode()
     def _compare(self) -> None:
@@ -375,59 +362,11 @@ class TransformersDecoder:
             _refuse(self._config, f"its logits differ by {error:.1%} from those of transformers' own attention")
 
 
-@dataclass(frozen=True, slots=True)
-class _Rotation:
-    """One way in which keys may turn with the position."""
-
-    order_D: torch.Tensor
-    """Dimensions in the order in which pairs are (i, i + P), with P = D / 2."""
-    inv_freq_P: torch.Tensor
-    """Zero for pairs that do not turn."""
-
-    @classmethod
-    def none(cls, head_dim: int, device: torch.device) -> "_Rotation":
-        return cls(torch.arange(head_dim, device=device), torch.zeros(head_dim // 2, device=device))
-
-    @classmethod
-    def of(cls, pairs: list[tuple[int, int]], inv_freq: torch.Tensor, head_dim: int) -> "_Rotation":
-        num_pairs, turned = head_dim // 2, {place for pair in pairs for place in pair}
-        rest = [place for place in range(head_dim) if place not in turned]
-        spare = num_pairs - len(pairs)
-        order = [a for a, _ in pairs] + rest[:spare] + [b for _, b in pairs] + rest[spare:]
-        return cls(torch.tensor(order, device=inv_freq.device), F.pad(inv_freq.float(), (0, num_pairs - len(inv_freq))))
-
-    def error(self, near_TGD: torch.Tensor, far_TGD: torch.Tensor, distance: int) -> float:
-        """Return how far keys of position 0 on, turned by the distance, are from those computed there, relatively."""
-        angles_11P = (distance * self.inv_freq_P)[None, None]
-        turned = rotate(near_TGD[..., self.order_D], angles_11P.cos(), angles_11P.sin())
-        wanted = far_TGD[..., self.order_D]
-        return float((turned - wanted).norm() / wanted.norm().clamp_min(1e-12))
-
-
-def _pairings(num_pairs: int, head_dim: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the pairs of dimensions that models rotate: halves or neighbours, of the first or the last dimensions."""
-    if 2 * num_pairs > head_dim:
-        return
-    for start in sorted({0, head_dim - 2 * num_pairs}):
-        yield [(start + i, start + i + num_pairs) for i in range(num_pairs)]
-        yield [(start + 2 * i, start + 2 * i + 1) for i in range(num_pairs)]
-
-
-def _frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the angles per position that the model's rotations use, each [number of pairs]."""
-    found: list[torch.Tensor] = []
-    for name, buffer in model.named_buffers():
-        is_known = any(len(one) == len(buffer) and torch.equal(one, buffer) for one in found)
-        if name.endswith("inv_freq") and "original" not in name and buffer.ndim == 1 and not is_known:
-            found.append(buffer)
-    return found
-
-
 def _layers_of(kv: torch.Tensor) -> LayerKV:
     return lambda layer: (kv[0, layer], kv[1, layer])
 
 
-def _check_config(model_type: str, config: Any) -> None:
+def _check_config(config: Any) -> None:
     """Raise UnsupportedModelError for what a pass of a few tokens does not show."""
     if getattr(config, "is_encoder_decoder", False):
         _refuse(config, "it has an encoder, and its decoder reads the encoder's output (cross attention)")
