@@ -106,6 +106,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "encoder": ("Bert", {}, "tokens see those behind them"),
     "own-masks": ("Doge", {}, "masks of its own"),
     "two-attentions": ("DiffLlama", {}, "attention is called 6 times, for 3 of its 3 layers"),
+    "other-calls": ("LongcatFlash", {}, "its code in transformers stops"),
+    "own-table": ("Falcon", {}, "does not go through transformers' interface"),
+    "chunks": ("Llama4Text", {"head_dim": 8}, "layers of type chunked_attention are not computed here"),
     "no-interface": ("Bloom", {}, "does not go through transformers' interface"),
     "changing-frequencies": (
         "Olmo2",

@@ -1,4 +1,4 @@
-"""The ways in which a model of transformers may turn its keys: which pairs of dimensions, by which angle per position."""
+"""The ways in which a model of transformers may turn its keys: which pairs of dimensions, by which angles."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -226,7 +226,8 @@ class TransformersDecoder:
         self.device, self.dtype = torch.device(model.device), model.dtype
         self.activation_dtype = self.dtype
         _check_config(self._config)
-        calls = self._probe()
+        with _refusing_errors(self._config):
+            calls = self._probe()
         windows, longest = _windows(self._config, calls)
         self.layers = [_Layer(call.k_TGD.shape[1], window) for call, window in zip(calls, windows, strict=True)]
         self.spec = ModelShape(
@@ -240,8 +241,9 @@ class TransformersDecoder:
         """The pass ends with this layer."""
         self.inv_freq_LP = torch.zeros(self.spec.num_layers, self.spec.head_dim // 2, device=self.device)
         """See `CausalModel`. Zero for layers without a rotation that was recognised."""
-        self._find_rotations([call.k_TGD.shape[-1] for call in calls])
-        self._compare()
+        with _refusing_errors(self._config):
+            self._find_rotations([call.k_TGD.shape[-1] for call in calls])
+            self._compare()
 
     @property
     def identity(self) -> str:
@@ -290,11 +292,8 @@ class TransformersDecoder:
     def _probe(self) -> list[AttentionCall]:
         """Return what each layer calls the attention function with, in order of layers."""
         places, probe = torch.arange(_NUM_TOKENS, device=self.device), _Probe()
-        try:
-            with _attention(probe):
-                self._run(self._tokens(), places, places[-1:])
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            _refuse(self._config, f"transformers' code for it stops: {error}")
+        with _attention(probe):
+            self._run(self._tokens(), places, places[-1:])
         calls, num_layers = sorted(probe.calls, key=lambda call: call.layer), int(self._config.num_hidden_layers)
         if not calls:
             _refuse(self._config, "its attention does not go through transformers' interface (AttentionInterface)")
@@ -362,6 +361,15 @@ class TransformersDecoder:
             _refuse(self._config, f"its logits differ by {error:.1%} from those of transformers' own attention")
 
 
+@contextmanager
+def _refusing_errors(config: Any) -> Iterator[None]:
+    """Refuse a model whose first passes stop: it calls attention in another way than ours is written for."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        _refuse(config, f"its code in transformers stops ({type(error).__name__}: {str(error).splitlines()[0]})")
+
+
 def _layers_of(kv: torch.Tensor) -> LayerKV:
     return lambda layer: (kv[0, layer], kv[1, layer])
 
@@ -372,7 +380,10 @@ def _check_config(config: Any) -> None:
         _refuse(config, "it has an encoder, and its decoder reads the encoder's output (cross attention)")
     unknown = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if unknown:
-        _refuse(config, f"layers of type {', '.join(sorted(unknown))} keep a state besides keys and values")
+        _refuse(
+            config,
+            f"layers of type {', '.join(sorted(unknown))} are not computed here, only {' and '.join(sorted(_KINDS))}",
+        )
     if getattr(config, "index_topk", None):
         _refuse(config, "its attention chooses the tokens that it reads (index_topk)")
     if any(one.get("rope_type") == "dynamic" for one in _rope_parameters(config)):
@@ -434,6 +445,10 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: 
                 folder, dtype=dtype, attn_implementation=_NAME, **options
             )
     except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
+        if error.args == (_NAME,):  # it looks up the name in a table of its own
+            raise UnsupportedModelError(
+                f"{folder}: its attention does not go through transformers' interface"
+            ) from None
         raise UnsupportedModelError(
             f"{folder} cannot be loaded: Stillroom has no code for this architecture, and transformers {__version__} "
             f"says: {str(error).splitlines()[0]}"
