@@ -121,6 +121,31 @@ def test_document_removed_by_another_process_is_not_stored_while_idle() -> None:
     assert fixture.tree.chunk_ids() == {ChunkId(1)}
 
 
+def test_document_removed_by_another_process_is_dropped_within_seconds_while_idle() -> None:
+    fixture, corpus = CorpusFixture(), FakeCorpus(1, 2)
+    assert fixture.engine.retry_in is None
+    fixture.engine.follow("", corpus)
+    fixture.read("a", 1, 2)
+    while fixture.engine.do_idle_work():
+        pass
+    corpus.remove(2)
+    seconds = fixture.engine.retry_in
+    assert seconds is not None and seconds <= 2
+    fixture.clock.advance(seconds)
+    fixture.engine.do_idle_work()
+    on_disk = fixture.memory.lower[Tier.DISK]
+    assert fixture.tree.chunk_ids() == {ChunkId(1)}
+    assert {fixture.memory.records[key].chunk_id for key in on_disk} == {None, ChunkId(1)}
+
+
+def test_unreadable_corpus_is_reported_once_while_idle(caplog: pytest.LogCaptureFixture) -> None:
+    fixture = CorpusFixture()
+    fixture.engine.follow("", UnreadableCorpus(1))
+    for _ in range(3):
+        fixture.engine.do_idle_work()
+    assert len(caplog.records) == 1
+
+
 def test_document_removed_by_another_process_is_dropped_with_the_next_question() -> None:
     fixture, corpus = CorpusFixture(), FakeCorpus(1, 2)
     fixture.engine.follow("", corpus)

@@ -1,7 +1,7 @@
 """The corpora that an engine's prompts come from, by tenant, so that KV of removed documents is dropped.
 
-This process reports its own changes. Changes of other processes are noticed by the corpus's number of changes, before
-KV is stored on disk and with the tenant's next question.
+This process reports its own changes. Changes of other processes are noticed by the corpus's number of changes: before
+KV is stored on disk, with the tenant's next question, and every two seconds while the engine is idle.
 """
 
 import logging
@@ -55,6 +55,8 @@ class _Followed:
     corpus: CorpusView
     seen: int | None = None
     """Number of changes when it was last read; None: read it in any case, `_GONE`: it was removed."""
+    is_unreadable: bool = False
+    """Whether the last attempt to read it failed, which was logged."""
 
 
 class Corpora:
@@ -66,6 +68,10 @@ class Corpora:
     def __init__(self) -> None:
         self._lock = Lock()
         self._followed: dict[str, _Followed] = {}
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._followed)
 
     def follow(self, salt: str, corpus: CorpusView) -> None:
         """Set the corpus of a salt, and read it at the next `catch_up`."""
@@ -100,9 +106,11 @@ class Corpora:
                         forget_all(salt)
                     else:
                         forget(one.corpus.existing_chunks, salt)
-                    one.seen = num_changes
+                    one.seen, one.is_unreadable = num_changes, False
                 except Exception:  # requests must still be answered
-                    logger.exception(_UNREADABLE)
+                    if not one.is_unreadable:
+                        logger.exception(_UNREADABLE)
+                    one.is_unreadable = True
 
     def check(self, salt: str, chunk_ids: set[ChunkId]) -> bool:
         """Return whether these chunks exist and no document has changed since the last `catch_up`.

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CATCH_UP_SECONDS = 1.0
 """Shortest time between two checks, while requests come, whether other processes have removed documents."""
+_IDLE_CATCH_UP_SECONDS = 2.0
+"""The same while the engine is idle."""
 
 
 class Engine:
@@ -88,8 +90,14 @@ class Engine:
 
     @property
     def retry_in(self) -> float | None:
-        """Seconds until `do_idle_work` may recover a lost device or prepare documents; None if neither is waiting."""
-        at = self._preparation.begins_at if self._recovery.problem is None else self._recovery.retry_at
+        """Seconds until `do_idle_work` may recover a lost device, prepare documents, or drop KV of documents that other
+        processes removed; None if there is nothing of this to wait for."""
+        if self._recovery.problem is not None:
+            times = [self._recovery.retry_at]
+        else:
+            catch_up_at = self._caught_up_at + _IDLE_CATCH_UP_SECONDS if self._corpora.has_any else None
+            times = [self._preparation.begins_at, catch_up_at]
+        at = min((one for one in times if one is not None), default=None)
         return None if at is None else max(0.0, at - self.clock.monotonic())
 
     @property

@@ -2,7 +2,7 @@
 
 import { getJson, getText } from "./api.js";
 import { byId, el, sparkline } from "./dom.js";
-import { count, duration, percent, trim } from "./format.js";
+import { count, duration, percent, size, trim } from "./format.js";
 
 const PERIOD_MS = 2000;
 const IDLE_PERIOD_MS = 10_000;
@@ -80,6 +80,16 @@ export function parse(text) {
   return values;
 }
 
+/** Chunks kept in their document's context, and their bytes, in the tier that has most of them. */
+export function prepared(reading) {
+  const kept = ["device", "host", "disk"].map((tier) => ({
+    tier,
+    chunks: reading[`stillroom_kv_cache_prepared_chunks{tier="${tier}"}`] ?? 0,
+    bytes: reading[`stillroom_kv_cache_prepared_bytes{tier="${tier}"}`] ?? 0,
+  }));
+  return kept.reduce((most, one) => (one.chunks >= most.chunks ? one : most));
+}
+
 const steps = (name) =>
   readings.slice(1).map((reading, index) => {
     const before = readings[index];
@@ -132,6 +142,14 @@ function show() {
       readings.map((reading) => reading['stillroom_kv_blocks{state="used"}'] ?? 0),
     ),
   ];
+  const most = prepared(now);
+  const computed = of("stillroom_prepared_chunks_total");
+  const ahead = tile(
+    "Prepared",
+    count(most.chunks, "passage"),
+    `${size(most.bytes)} ${most.tier === "disk" ? "on disk" : `on the ${most.tier}`}, ${computed.toLocaleString("en")} computed since the start`,
+    readings.map((reading) => prepared(reading).chunks),
+  );
   byId("live").replaceChildren(
     tile(
       "First token",
@@ -152,6 +170,7 @@ function show() {
       active,
     ),
     ...(total ? kv : []), // a reader keeps none
+    ...(most.chunks || computed ? [ahead] : []),
     tile(
       "Documents",
       of("stillroom_documents").toLocaleString("en"),
