@@ -122,7 +122,7 @@ def test_generated_workload_is_reproducible_and_has_the_requested_skew() -> None
 
 
 def test_replay_is_deterministic() -> None:
-    requests = made_workload(MMLU_LIKE, 3, num_asks=200, num_documents=50)
+    requests = made_workload(MMLU_LIKE, 3, num_asks=80, num_documents=50)
     for setup in ARMS.values():
         one, again = (replay(requests, Capacity(0.1, 0.1, 0.1), setup) for _ in range(2))
         assert one.hits == again.hits and one.saved_seconds == again.saved_seconds
