@@ -53,3 +53,19 @@ def random_checkpoint(folder: Path, kind: str, *, seed: int = 0, shards: bool = 
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
     return model
+
+
+def random_cross_encoder(folder: Path, *, seed: int = 0, **settings: Any) -> Path:
+    """Save a small cross-encoder with random weights and the packaged embedder's vocabulary. Returns the folder."""
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    from stillroom.retrieval.model_files import PACKAGED_MODEL, locate_model
+
+    config = BertConfig(
+        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+        | {"num_labels": 1, "initializer_range": 0.3, **settings}
+    )
+    torch.manual_seed(seed)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(locate_model(PACKAGED_MODEL))).save_pretrained(folder)
+    return folder

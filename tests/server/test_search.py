@@ -26,7 +26,8 @@ def test_search_returns_results_and_timing(client: httpx.Client) -> None:
         "start_page": 0,
         "end_page": 0,
     }
-    assert set(body["timing"]) == {"embed_seconds", "search_seconds", "total_seconds"}
+    assert set(body["timing"]) == {"embed_seconds", "search_seconds", "rerank_seconds", "total_seconds"}
+    assert body["num_reranked"] == 0
 
 
 def test_search_without_a_mode_names_the_configured_one(client: httpx.Client) -> None:

@@ -142,6 +142,18 @@ class SearchConfig:
     with weights by query length (llmds 3.3). docs/retrieval-quality.md compares them."""
     rank_constant: int = 60
     """Constant of RRF. Larger values reduce the advantage of the first ranks."""
+    reranker: str = ""
+    """A cross-encoder that orders the first candidates again: a sentence-transformers folder or hub name, such as
+    `cross-encoder/ms-marco-MiniLM-L6-v2`. It reads each candidate together with the question: slower and usually better
+    than fusion. Empty: none (docs/retrieval.md)."""
+    rerank_candidates: int = 20
+    """Fused candidates that the reranker reads, and at least `top_k`. More can find better ones and takes longer."""
+    rerank_budget_s: float = 2.0
+    """Seconds that reranking of one search may take, waiting for other searches included. Candidates that were not read
+    by then follow in fused order. 0: no limit."""
+    rerank_patience: AtLeastZero = 0
+    """End reranking when so many candidates in a row, in fused order, did not enter the first `top_k`. Lower is faster
+    and can miss a candidate that fusion ranked low. 0: read all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

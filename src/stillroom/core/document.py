@@ -80,7 +80,8 @@ class ScoredChunk:
     chunk: Chunk
     score: float
     scores: Mapping[str, float] = field(default_factory=dict)
-    """The score from each retriever that found it: `dense` (cosine), `sparse` (BM25)."""
+    """The score from each retriever that found it: `dense` (cosine), `sparse` (BM25), and from the `reranker` if it
+    read the chunk; `score` is then the reranker's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,10 @@ class SearchResult:
     """Time to embed the query."""
     search_seconds: float = 0.0
     """Time in indexes, fusion and fetching text."""
+    rerank_seconds: float = 0.0
+    """Time of the reranker; 0 without one."""
+    num_reranked: int = 0
+    """Candidates that the reranker read."""
 
 
 @dataclass(frozen=True, slots=True)

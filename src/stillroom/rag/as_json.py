@@ -33,10 +33,12 @@ def search_as_json(
     return {
         "query": query,
         "mode": mode,
+        "num_reranked": found.num_reranked,
         "results": [_hit(scored, shown_id) for scored in found.results],
         "timing": {
             "embed_seconds": found.embed_seconds,
             "search_seconds": found.search_seconds,
+            "rerank_seconds": found.rerank_seconds,
             "total_seconds": total_seconds,
         },
     }

@@ -104,7 +104,7 @@ class QueryCache:
         vector = self._corpus.embed_question(query) if self._compares_vectors(mode) else None
         found = self._find(question, generation, vector)
         if found is not None:
-            yield SearchResult(found.results)  # without the seconds that the search took then
+            yield SearchResult(found.results, num_reranked=found.num_reranked)  # without the seconds of the search
             return
         for result in self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where):
             yield result

@@ -348,6 +348,17 @@ class Stillroom:
             raise UsageError("embed takes a list of texts; put this one into a list")
         return self._kb.embed([text("a text", one) for one in texts])
 
+    def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
+        """Score each text for a query with the cross-encoder of `search.reranker`; higher is better.
+
+        Raises:
+            UsageError: no reranker is configured.
+            ModelError: it cannot be loaded.
+        """
+        if isinstance(texts, str):
+            raise UsageError("rerank takes a list of texts; put this one into a list")
+        return self._kb.rerank(text("the query", query), [text("a text", one) for one in texts])
+
     # Answers
 
     def ask(self, question: str, options: AskOptions | None = None) -> Answer:
@@ -451,9 +462,11 @@ class Stillroom:
         return backend.load.num_free_blocks if (backend := self._loader.backend) else 0
 
     def warm_up(self) -> None:
-        """Load the model, the embedder and the indexes now instead of with the first question."""
+        """Load the model, the embedder, the reranker and the indexes now instead of with the first question."""
         self._loader.pipeline()
         self._kb.embed(["warm up"])  # the search does not embed if the knowledge base is empty
+        if self.config.search.reranker:
+            self._kb.rerank("warm up", ["warm up"])
         for _ in self._kb.search_staged("warm up"):  # compiles the kernels of a staged search too
             pass
 

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from threading import Lock
@@ -22,6 +22,7 @@ from stillroom.retrieval.filters.sql import BUILT_IN, condition_of
 from stillroom.retrieval.fusion import convex, minmax, rrf
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
+from stillroom.retrieval.reranker import Reranker, by_score, is_settled
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import NUM_STAGES
 
@@ -123,11 +124,18 @@ class HybridSearch:
     """Searches one knowledge base. Thread-safe."""
 
     def __init__(
-        self, corpus: Corpus, indexes: Indexes, embedder: Embedder, config: SearchConfig, clock: Clock
+        self,
+        corpus: Corpus,
+        indexes: Indexes,
+        embedder: Embedder,
+        config: SearchConfig,
+        clock: Clock,
+        reranker: Reranker | None = None,
     ) -> None:
         self._corpus = corpus
         self._indexes = indexes
         self._embedder = embedder
+        self._reranker = reranker
         self._config = config
         self._clock = clock
         self._filters = FilteredChunks(corpus)
@@ -163,8 +171,9 @@ class HybridSearch:
     ) -> Iterator[SearchResult]:
         """Yield a result after each stage of `search`; the last is that of `search`.
 
-        The BM25 result comes before the question is embedded, then each stage of the dense side is fused with it. Each
-        result has the cost of the search so far. Raises as `search`, with the first result.
+        The BM25 result comes before the question is embedded, then each stage of the dense side is fused with it. With
+        a reranker, the last fused list is provisional too, and the reranked one final. Each result has the cost of the
+        search so far. Raises as `search`, with the first result.
 
         Args:
             num_stages: most results; 1 yields the last only.
@@ -178,16 +187,24 @@ class HybridSearch:
             yield SearchResult(())
             return
         question = _EmbeddedQuestion(query, self._embedder, self._clock)
-        lists = self._lists(question, mode, max(self._config.num_candidates, top_k), num_stages, allowed)
+        num = max(self._config.num_candidates, top_k)
+        num_lists = num_stages if self._reranker is None else max(1, num_stages - 1)
+        lists = self._lists(question, mode, num, num_lists, allowed)
         seconds = self._clock.monotonic() - began
+        result, last = SearchResult(()), None
         while True:
             began = self._clock.monotonic()
             found = next(lists, None)
             if found is None:
-                return
+                break
+            last = found
             results = self._fetch(*found, top_k)
             seconds += self._clock.monotonic() - began
-            yield SearchResult(results, question.embed_seconds, seconds - question.embed_seconds)
+            result = SearchResult(results, question.embed_seconds, seconds - question.embed_seconds)
+            if self._reranker is None or num_stages > 1:
+                yield result
+        if self._reranker is not None and last is not None:
+            yield self._reranked(self._reranker, query, last, result, top_k)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """Return the input of fusion rules, so that rules can be compared."""
@@ -222,6 +239,32 @@ class HybridSearch:
             return rrf((dense, sparse), self._config.rank_constant), sides
         cosines, bm25 = self._indexes.complete(question.vector, question.text, dense, sparse)
         return convex(cosines, bm25), {"dense": cosines, "sparse": bm25}
+
+    def _reranked(
+        self, reranker: Reranker, query: str, found: tuple[Ranking, _Sides], fused: SearchResult, top_k: int
+    ) -> SearchResult:
+        """Order the first candidates by the reranker's score; those that it did not read follow in fused order.
+
+        Args:
+            found: the fused ranking and its scores.
+            fused: the result of the search without the reranker.
+        """
+        began = self._clock.monotonic()
+        config = self._config
+        candidates = self._fetch(*found, max(config.rerank_candidates, top_k))
+        scores = reranker.score(
+            query,
+            [scored.chunk.indexed_text for scored in candidates],
+            config.rerank_budget_s,
+            lambda scores: is_settled(scores, top_k, config.rerank_patience),
+        )
+        read = [
+            replace(candidates[at], score=scores[at], scores={**candidates[at].scores, "reranker": scores[at]})
+            for at in by_score(scores)
+        ]
+        results = (*read, *candidates[len(scores) :])[:top_k]
+        seconds = self._clock.monotonic() - began
+        return replace(fused, results=results, rerank_seconds=seconds, num_reranked=len(scores))
 
     def _fetch(self, fused: Ranking, sides: _Sides, top_k: int) -> tuple[ScoredChunk, ...]:
         """Return the first chunks that still exist: another process may have removed some since the search."""

@@ -31,6 +31,7 @@ from stillroom.errors import (
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
     StorageError,
+    UsageError,
 )
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.digest import IndexDigest, index_digest
@@ -43,6 +44,7 @@ from stillroom.retrieval.ingest import AddObserver, AddProgress, AddReport, Inge
 from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.loaders.document_metadata import given_metadata
 from stillroom.retrieval.repairing import Repairs
+from stillroom.retrieval.reranker import Reranker
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.document_names import documents_at
 from stillroom.retrieval.store.folder import (
@@ -81,7 +83,12 @@ class KnowledgeBase:
         """The documents as stored. Changes go through `add`, `remove` or `writing`."""
         self.indexes = Indexes(path, self.corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
         """The dense and the sparse index, for measurements."""
-        self._search = HybridSearch(self.corpus, self.indexes, self._embedder, self._config.search, clock)
+        shared = None if weights_of is None else weights_of._reranker
+        model = self._config.search.reranker
+        self._reranker: Reranker | None = Reranker(model, clock, shared) if model else None
+        self._search = HybridSearch(
+            self.corpus, self.indexes, self._embedder, self._config.search, clock, self._reranker
+        )
         self.hides_folders = False
         self._lock = WriteLock(path, clock, self.corpus.check_is_there)
         self._repairs = Repairs(path, self.indexes, self._lock, clock)
@@ -312,6 +319,20 @@ class KnowledgeBase:
     def embed_question(self, question: str) -> NDArray[np.float32]:
         """Return the read-only embedding [dimension] of a question; the latest questions are cached."""
         return self._checked_embedder().embed_query(question)
+
+    def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
+        """Score each text for a query with the reranker.
+
+        Raises:
+            UsageError: `search.reranker` names no model.
+            ModelError: the model cannot be used.
+        """
+        if self._reranker is None:
+            raise UsageError(
+                "no reranker is configured; set search.reranker to a cross-encoder, such as "
+                "cross-encoder/ms-marco-MiniLM-L6-v2"
+            )
+        return self._reranker.score_all(query, texts)
 
     def digest(self) -> IndexDigest:
         """Hash everything that decides rankings: equal digests give equal rankings. Reads every chunk, under the write

@@ -74,6 +74,11 @@ class ModelFiles:
         return dict(self._read_json("config.json"))
 
     @cached_property
+    def library_class(self) -> str:
+        """Class of sentence-transformers that saved the folder, such as `CrossEncoder`; empty if it is not stated."""
+        return str(self._read_json("config_sentence_transformers.json").get("model_type", ""))
+
+    @cached_property
     def is_plain_bert(self) -> bool:
         """Whether the vectors are the means of BERT's last hidden states, of length 1 and without prompts."""
         parts = [(one["type"].rpartition(".")[2], one["path"]) for one in self._read_json("modules.json") or []]
@@ -158,8 +163,12 @@ def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def locate_model(model: str) -> Path:
+def locate_model(model: str, setting: str = "embedder.model", organisation: str = "sentence-transformers") -> Path:
     """Return the folder of a model; a model on the hub is downloaded into the cache if needed and allowed.
+
+    Args:
+        setting: the setting that names the model, for messages.
+        organisation: of the hub's models whose names have none.
 
     Raises:
         ModelNotFoundError: The model is not found; the message says what to do.
@@ -172,17 +181,18 @@ def locate_model(model: str) -> Path:
     if folder.is_dir():
         return folder.absolute()
     if folder.is_absolute() or model.startswith((".", "~")):
-        raise ModelNotFoundError(f"there is no embedding model folder {model}; check embedder.model")
-    return _download(model if "/" in model else f"sentence-transformers/{model}", model)
+        raise ModelNotFoundError(f"there is no model folder {model}; check {setting}")
+    return _download(model if "/" in model else f"{organisation}/{model}", model, setting)
 
 
-def _download(hub_name: str, model: str) -> Path:
+def _download(hub_name: str, model: str, setting: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(hub_name, ignore_patterns=_UNUSED_FILES, tqdm_class=None))
     except (OSError, ValueError) as error:  # bases of the hub's errors: not found, offline, invalid name
+        instead = f"use the packaged {PACKAGED_MODEL!r}" if setting == "embedder.model" else "leave the setting empty"
         raise ModelNotFoundError(
-            f"the embedding model {model!r} is neither a folder nor in the hub's cache, and it could not be downloaded "
-            f"({type(error).__name__}); check embedder.model and the network, or use the packaged {PACKAGED_MODEL!r}"
+            f"the model {model!r} is neither a folder nor in the hub's cache, and it could not be downloaded "
+            f"({type(error).__name__}); check {setting} and the network, or {instead}"
         ) from error

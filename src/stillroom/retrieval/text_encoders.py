@@ -4,8 +4,9 @@ Both give the same vectors, up to rounding. Importing sentence-transformers take
 than all the rest of `stillroom ask`.
 """
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +25,24 @@ Vectors = NDArray[np.float32]
 TOKEN_BLOCK = 32
 """Texts are padded to whole blocks. Found by trial on AVX-512: with 8, the last bits of a vector depend on its batch;
 with multiples of 32 not."""
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Import and load models of sentence-transformers without its warnings and progress bars."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging
+
+        had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if had_progress_bar:
+                logging.enable_progress_bar()
 
 
 class TextEncoder(Protocol):
@@ -88,20 +107,10 @@ class BertTextEncoder:
 class SentenceTransformersEncoder:
     def __init__(self, files: ModelFiles, device: str) -> None:
         self.device_type = device
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # import warnings of the libraries
+        with quiet_libraries():
             from sentence_transformers import SentenceTransformer
-            from transformers.utils import logging
 
-            had_progress_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-            logging.disable_progress_bar()
-            logging.set_verbosity_error()
-            try:
-                self._model = SentenceTransformer(str(files.folder), device=device)
-            finally:
-                logging.set_verbosity(verbosity)
-                if had_progress_bar:
-                    logging.enable_progress_bar()
+            self._model = SentenceTransformer(str(files.folder), device=device)
         with torch.inference_mode():
             self.encode(["warm up"], "document")  # changes the tokenizer's settings; afterwards threads only read them
 

@@ -244,12 +244,15 @@ class FoundChunk(BaseModel):
 class SearchTiming(BaseModel):
     embed_seconds: float
     search_seconds: float
+    rerank_seconds: float
     total_seconds: float
 
 
 class SearchReply(BaseModel):
     query: str
     mode: SearchMode
+    num_reranked: int
+    """Candidates that the reranker read; 0 without one."""
     results: list[FoundChunk]
     timing: SearchTiming
 
