@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.config.settings import SearchConfig, SpeculationConfig, StillroomConfig
+from stillroom.config.settings import SearchConfig, Speculation, SpeculationConfig, StillroomConfig
 from stillroom.rag.stillroom import Stillroom
 from tests.cli.harness import Run
 from tests.fakes import random_cross_encoder
@@ -55,10 +55,11 @@ def test_missing_reranker_exits_2_and_names_the_setting(
 
 def test_speculation_with_a_reranker_changes_no_answer(kb: Path, model: Path) -> None:
     answers = {}
-    for mode in ("off", "on"):
+    modes: tuple[Speculation, ...] = ("off", "on")
+    for mode in modes:
         config = StillroomConfig(
             search=SearchConfig(reranker=str(model)),
-            speculation=SpeculationConfig(mode=mode),  # type: ignore[arg-type]
+            speculation=SpeculationConfig(mode=mode),
         )
         with Stillroom.open(kb, config=config) as stillroom:
             answers[mode] = [stillroom.ask(question) for question in (QUESTION, "What did Cirik Prurs choose ?")]

@@ -202,6 +202,18 @@ def test_model_saved_by_sentence_transformers_is_read(tmp_path: Path, model: Pat
     )
 
 
+def test_scores_of_models_without_an_activation_are_from_0_to_1(tmp_path: Path, model: Path) -> None:
+    folder = random_cross_encoder(tmp_path / "identity")
+    config = json.loads((folder / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    (folder / "config.json").write_text(json.dumps(config))
+    outputs = torch.tensor(predicted(folder, TEXTS))
+    assert outputs.min() < 0
+    assert Reranker(str(folder), SystemClock()).score(QUERY, TEXTS) == pytest.approx(
+        outputs.sigmoid().tolist(), abs=1e-5
+    )
+
+
 def test_knowledge_base_without_a_reranker_says_which_setting_it_needs(open_kb: OpenKb) -> None:
     with pytest.raises(UsageError, match=r"search\.reranker"):
         open_kb().rerank(QUERY, TEXTS)

@@ -284,6 +284,13 @@ class FakeStillroom:
         ]
         return SearchResult(tuple(scored[: top_k or self.config.search.top_k]), 0.002, 0.001)
 
+    def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
+        """Score by the share of the query's words that a text has."""
+        if not self.config.search.reranker:
+            raise UsageError("no reranker is configured; set search.reranker to a cross-encoder")
+        words = set(query.lower().split())
+        return [len(words & set(text.lower().split())) / len(words) for text in texts]
+
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         return np.stack([_vector(text) for text in texts])
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stillroom.config.settings import SearchConfig, StillroomConfig
 from stillroom.models import bundled_models
 from stillroom.rag.stillroom import Stillroom
 from tests.server.fakes import FakeStillroom, as_stillroom
@@ -64,7 +65,8 @@ def test_curl_examples_get_200() -> None:
     commands = [shlex.split(block) for block in blocks("sh") if block.startswith("curl ")]
     assert len(commands) >= 8
 
-    with serving(as_stillroom(FakeStillroom())) as url:
+    config = StillroomConfig(search=SearchConfig(reranker="fake-reranker"))
+    with serving(as_stillroom(FakeStillroom(config=config))) as url:
         for words in commands:
             target = next(word for word in words if word.startswith(ADDRESS)).replace(ADDRESS, url)
             content = words[words.index("-d") + 1] if "-d" in words else None

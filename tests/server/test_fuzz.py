@@ -125,12 +125,14 @@ JSON = st.recursive(
 FIELDS = """
 messages prompt input query model stream n seed stop temperature top_p top_k max_tokens logprobs logit_bias
 response_format stream_options stillroom deadline_seconds priority encoding_format dimensions mode where
+documents top_n return_documents rank_fields
 """
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "keys"}]},
     "/v1/completions": {"prompt": "keys"},
     "/v1/embeddings": {"input": "keys"},
     "/v1/search": {"query": "keys"},
+    "/v1/rerank": {"query": "keys", "documents": ["keys", {"text": "cats"}]},
 }
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.generation import GenerationMode
 
+from stillroom.config.settings import SearchConfig, StillroomConfig
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server.app import create_app
 from stillroom.server.auth.key_ring import KeyRing
@@ -46,6 +47,8 @@ OPERATIONS = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/search"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/v2/rerank"),
     ("POST", "/v1/documents"),
     ("GET", "/v1/documents"),
     ("GET", "/v1/documents/{document}"),
@@ -67,7 +70,8 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def app() -> FastAPI:
-    return create_app(as_stillroom(FakeStillroom()))
+    config = StillroomConfig(search=SearchConfig(reranker="fake-reranker"))
+    return create_app(as_stillroom(FakeStillroom(config=config)))
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,8 @@ class Reranker:
     ) -> list[float]:
         """Score the first texts, in their order, until all are read, the order is stable or the time is over.
 
-        Equal calls give equal scores, which are those of `CrossEncoder.predict` up to rounding; only the budget makes
+        A score is the logistic function of the model's output, from 0 to 1: that of `CrossEncoder.predict` up to
+        rounding, unless the model's files name another activation. Equal calls give equal scores; only the budget makes
         their number depend on the machine.
 
         Args:
@@ -168,7 +169,12 @@ def load_cross_encoder(model: str) -> "CrossEncoder":
 
 @panics_as_errors("the tokenizer")
 def _scores(model: "CrossEncoder", pairs: Sequence[tuple[str, str]]) -> Sequence[float]:
-    found: list[float] = model.predict(list(pairs), batch_size=len(pairs), show_progress_bar=False).tolist()
+    """Return scores from 0 to 1, also of models whose own activation is the identity."""
+    import torch
+
+    found: list[float] = model.predict(
+        list(pairs), batch_size=len(pairs), show_progress_bar=False, activation_fn=torch.nn.Sigmoid()
+    ).tolist()
     return found
 
 

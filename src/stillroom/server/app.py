@@ -33,7 +33,7 @@ from stillroom.server.limits.rates import Limits
 from stillroom.server.limits.workers import Workers
 from stillroom.server.middleware import RequestObserver
 from stillroom.server.privacy import served_name
-from stillroom.server.routes import chat, health
+from stillroom.server.routes import chat, health, rerank
 from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
 from stillroom.server.routes.chat import ask_options, read_messages
 from stillroom.server.routes.completions import Completions
@@ -51,9 +51,16 @@ from stillroom.server.schemas.replies import (
     Health,
     Model,
     ModelList,
+    RerankReply,
     SearchReply,
 )
-from stillroom.server.schemas.requests import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, SearchRequest
+from stillroom.server.schemas.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    SearchRequest,
+)
 from stillroom.telemetry.metrics import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
@@ -153,15 +160,17 @@ class _Api:
         router = APIRouter(route_class=JsonRoute)
 
         def add(method: str, path: str, tag: str, reply: type, call: Callable[..., Any]) -> None:
-            is_health = reply is Health  # its absent fields are left out
+            leaves_out = reply in (Health, RerankReply)  # absent fields
             router.add_api_route(
-                path, call, methods=[method], response_model=reply, tags=[tag], response_model_exclude_none=is_health
+                path, call, methods=[method], response_model=reply, tags=[tag], response_model_exclude_none=leaves_out
             )
 
         add("POST", "/v1/chat/completions", "answers", ChatCompletion, self.chat_completions)
         add("POST", "/v1/completions", "answers", Completion, self.completions)
         add("POST", "/v1/embeddings", "search", EmbeddingList, self.embeddings)
         add("POST", "/v1/search", "search", SearchReply, self.search)
+        for path in rerank.PATHS:
+            add("POST", path, "search", RerankReply, self.rerank)
         add("GET", "/v1/models", "operations", ModelList, self.models)
         add("GET", "/v1/models/{model:path}", "operations", Model, self.model)
         add("GET", "/healthz", "operations", Health, self.healthz)
@@ -214,7 +223,8 @@ class _Api:
         return EmbeddingList(data=data, model=served_name(embedder), usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
-        """List the generator, the embedder, and the generator's name without a search, unless it is a reader."""
+        """List the generator, the embedder, the reranker if there is one, and the generator's name without a search,
+        unless it is a reader."""
         return ModelList(data=[self._describe(name) for name in _names(stillroom_of(request))])
 
     async def model(self, model: str, request: Request) -> Model:
@@ -233,6 +243,14 @@ class _Api:
         found = await self._workers.run(None, stillroom.search, body.query, **options)
         mode = body.mode or stillroom.config.search.mode
         return search_as_json(body.query, mode, found, time.perf_counter() - started, public_id)
+
+    async def rerank(self, body: RerankRequest, request: Request) -> RerankReply:
+        """Order texts by their relevance to a query, with the configured cross-encoder."""
+        stillroom = stillroom_of(request)
+        if stillroom.config.search.reranker:
+            self._check_model(body.model, [stillroom.config.search.reranker])
+        path = request.url.path
+        return await self._workers.run(self._workers.embeddings, rerank.reranked, stillroom, body, path)
 
     async def healthz(self, request: Request) -> dict[str, Any]:
         """Return the status; operators also get the model, document count and free KV blocks."""
@@ -271,7 +289,8 @@ class _Api:
 def _names(stillroom: "Stillroom") -> list[str]:
     engine, model = stillroom.config.engine.kind, stillroom.config.runtime.model
     alone = [] if engine == "builtin" and reader_folder(model) is not None else [chat.CHAT_ALIAS]
-    return [stillroom.model_name, stillroom.config.embedder.model, *alone]
+    reranker = stillroom.config.search.reranker
+    return [stillroom.model_name, stillroom.config.embedder.model, *([reranker] if reranker else []), *alone]
 
 
 def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:

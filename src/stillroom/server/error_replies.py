@@ -100,7 +100,8 @@ def install(app: FastAPI) -> None:
 
 def _invalid_request(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    place = first["loc"]  # begins with the part of the request; a field may have its name, as `query` has
+    param = ".".join(map(str, place[1:] if place[:1] in (("body",), ("query",), ("path",)) else place))
     message = first["msg"].removeprefix("Value error, ")
     body = error_body(
         f"{param}: {message}" if param else message, INVALID_REQUEST, code="invalid_value", param=param or None

@@ -29,6 +29,8 @@ UPLOADS = ("/v1/documents",)
 """Paths whose bodies may have `server.max_upload_bytes`."""
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 """Paths whose requests take an admission slot."""
+LIMITED = ("/v1/", "/v2/")
+"""Beginnings of the paths whose requests are limited."""
 BACKGROUND_WORK = "outlasting"
 """Key in the ASGI scope's state: a future that counts as running for its caller after the request has ended."""
 _RATE_ERROR = "rate_limit_error"
@@ -76,7 +78,7 @@ class Limits:
             return
         limit = self._config.max_upload_bytes if scope["path"].startswith(UPLOADS) else self._config.max_body_bytes
         body = _Body(receive, limit)
-        if scope["method"] in ("GET", "HEAD", "OPTIONS") or not scope["path"].startswith("/v1/") or _cancels(scope):
+        if scope["method"] in ("GET", "HEAD", "OPTIONS") or not scope["path"].startswith(LIMITED) or _cancels(scope):
             await self._app(scope, body, send)
             return
         caller: Caller = scope["state"]["caller"]

@@ -23,7 +23,7 @@ DESCRIPTION = (
 TAGS = {
     "answers": "Ask the documents, or continue a prompt.",
     "documents": "Add, list and remove the documents that answers are made from.",
-    "search": "Search and embed without generating.",
+    "search": "Search, embed and rerank without generating.",
     "operations": "Health, readiness, models and metrics.",
 }
 _KEY = "apiKey"
@@ -54,6 +54,7 @@ _MORE: dict[tuple[str, str], tuple[int, ...]] = {
     ("/v1/completions", "post"): (*_BODY, *_GENERATING),
     ("/v1/embeddings", "post"): (*_BODY, 404),
     ("/v1/search", "post"): _BODY,
+    **{(path, "post"): (*_BODY, 404) for path in ("/v1/rerank", "/v2/rerank")},
     ("/v1/documents", "post"): (*_BODY, 409),
     ("/v1/jobs/{job_id}", "get"): (404,),
     ("/v1/jobs/{job_id}", "delete"): (404,),
@@ -90,6 +91,10 @@ _EXAMPLES: dict[str, dict[str, Document]] = {
     },
     "/v1/embeddings": {"texts": {"input": ["one text", "another"]}},
     "/v1/search": {"hybrid": {"query": "rotate keys", "mode": "hybrid", "top_k": 3}},
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank"),
+        {"texts": {"query": "rotate keys", "documents": ["Keys rotate.", "Cats sleep."], "top_n": 1}},
+    ),
     "/v1/documents": {"text": {"documents": [{"name": "notes/keys.md", "text": "# Keys\n\nRotate them."}]}},
 }
 

@@ -257,6 +257,45 @@ class SearchReply(BaseModel):
     timing: SearchTiming
 
 
+class RerankedText(BaseModel):
+    text: str
+
+
+class RerankResult(BaseModel):
+    index: int
+    """Position of the document in the request, from 0."""
+    relevance_score: float
+    """From 0 to 1; higher is better."""
+    document: RerankedText | None = None
+    """Present if the request asked for documents."""
+
+
+class RerankApiVersion(BaseModel):
+    version: str
+
+
+class RerankMeta(BaseModel):
+    """As in Cohere's replies."""
+
+    api_version: RerankApiVersion
+
+
+class RerankUsage(BaseModel):
+    """As in Jina's replies. Always 0, because the reranker does not report tokens; clients expect the fields."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class RerankReply(BaseModel):
+    id: str
+    model: str
+    results: list[RerankResult]
+    """Best first."""
+    meta: RerankMeta
+    usage: RerankUsage
+
+
 class Blocks(BaseModel):
     free: int
     total: int

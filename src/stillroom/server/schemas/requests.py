@@ -15,6 +15,8 @@ from stillroom.retrieval.filters.language import MAX_CHARS
 
 MAX_EMBEDDING_INPUTS = 2048
 """Most texts in one request for embeddings; OpenAI's own limit."""
+MAX_RERANKED = 1000
+"""Most texts in one request for reranking; Cohere's own limit."""
 MAX_PROMPTS = 128
 """Most prompts in one request for completions."""
 MAX_CHOICES = 128
@@ -275,6 +277,33 @@ class EmbeddingRequest(Body):
 
 class SearchRequest(SearchOptions):
     query: str
+
+
+class RerankText(Body):
+    text: str
+
+
+class RerankRequest(Body):
+    """As Cohere's (v1 and v2) and Jina's clients send it."""
+
+    query: str
+    documents: Annotated[list[str | RerankText], Field(min_length=1, max_length=MAX_RERANKED, fail_fast=True)]
+    model: str | None = None
+    top_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Results in the reply, the best ones; null: all."""
+    return_documents: bool | None = None
+    rank_fields: Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    """Cohere's v1. Only `text` is read."""
+
+    @model_validator(mode="after")
+    def _ranks_by_text(self) -> Self:
+        if self.rank_fields not in (None, [], ["text"]):
+            raise ValueError("rank_fields is not supported; put what is to be ranked into each document's text")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
 class DocumentText(Body):
