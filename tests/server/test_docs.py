@@ -34,7 +34,7 @@ def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
         finally:
             scope["client"].close()  # type: ignore[attr-defined]  # the example does not close it
 
-    assert capsys.readouterr().out.count("How do I rotate keys?") == 2
+    assert capsys.readouterr().out.count("How do I rotate keys?") == 4
 
 
 def test_conversation_examples_over_http_and_in_python(

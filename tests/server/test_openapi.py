@@ -44,6 +44,7 @@ OWN = {"host": "127.0.0.1:8321"}
 """A `Host` that the server accepts."""
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/search"),

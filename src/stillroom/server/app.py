@@ -41,6 +41,7 @@ from stillroom.server.routes.content_routes import ContentRoutes
 from stillroom.server.routes.document_routes import DocumentRoutes
 from stillroom.server.routes.health import Readiness
 from stillroom.server.routes.json_body import JsonRoute
+from stillroom.server.routes.responses import Responses
 from stillroom.server.schemas import openapi
 from stillroom.server.schemas.replies import (
     ChatCompletion,
@@ -61,6 +62,7 @@ from stillroom.server.schemas.requests import (
     RerankRequest,
     SearchRequest,
 )
+from stillroom.server.schemas.responses import ResponseReply, ResponsesRequest
 from stillroom.telemetry.metrics import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stillroom.rag.stillroom import Stillroom
+    from stillroom.rag.stream import AsyncAnswerStream
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +169,7 @@ class _Api:
             )
 
         add("POST", "/v1/chat/completions", "answers", ChatCompletion, self.chat_completions)
+        add("POST", "/v1/responses", "answers", ResponseReply, self.responses)
         add("POST", "/v1/completions", "answers", Completion, self.completions)
         add("POST", "/v1/embeddings", "search", EmbeddingList, self.embeddings)
         add("POST", "/v1/search", "search", SearchReply, self.search)
@@ -183,17 +187,22 @@ class _Api:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer the last user message from the documents; earlier messages are the conversation."""
         stillroom = stillroom_of(request)
-        if body.model != chat.CHAT_ALIAS:
-            self._check_model(body.model, [stillroom.model_name])
-        conversation = read_messages(body.messages)
-        if not conversation.question.strip():
-            raise UsageError("messages hold no question; the last message of the role 'user' is the question")
-        streams = await stillroom.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
+        streams = await self._ask(stillroom, body)
         model = served_name(stillroom.model_name)
         if body.stream:
             link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
             return AnswerEvents(streams, chat.chat_events(streams, model, body, events_link_to=link_to))
         return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model, body))
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """Answer from the documents, in the form of OpenAI's Responses API. Nothing is stored."""
+        stillroom = stillroom_of(request)
+        asked = body.as_chat()
+        streams = await self._ask(stillroom, asked)
+        reply = Responses(streams[0], served_name(stillroom.model_name), body, asked, stillroom.config.generation)
+        if body.stream:
+            return AnswerEvents(streams, reply.events(), reply.error)
+        return await whole_answers(streams, request, lambda answers: reply.whole(answers[0]))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue prompts as given, without a search."""
@@ -275,6 +284,15 @@ class _Api:
         """Return all metrics in Prometheus' text format."""
         content = await self._workers.run(self._workers.probes, stillroom_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ask(self, stillroom: "Stillroom", body: ChatCompletionRequest) -> "list[AsyncAnswerStream]":
+        """Start `n` answers to the last user message."""
+        if body.model != chat.CHAT_ALIAS:
+            self._check_model(body.model, [stillroom.model_name])
+        conversation = read_messages(body.messages)
+        if not conversation.question.strip():
+            raise UsageError("messages hold no question; the last message of the role 'user' is the question")
+        return await stillroom.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
 
     def _describe(self, name: str) -> Model:
         return Model(id=served_name(name), created=self._started_at)

@@ -27,7 +27,7 @@ from stillroom.telemetry.metrics import Metrics
 
 UPLOADS = ("/v1/documents",)
 """Paths whose bodies may have `server.max_upload_bytes`."""
-GENERATING = ("/v1/chat/completions", "/v1/completions")
+GENERATING = ("/v1/chat/completions", "/v1/responses", "/v1/completions")
 """Paths whose requests take an admission slot."""
 LIMITED = ("/v1/", "/v2/")
 """Beginnings of the paths whose requests are limited."""

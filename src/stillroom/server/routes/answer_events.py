@@ -1,4 +1,4 @@
-"""Shared by chat and completions: request options, complete replies, server-sent events, usage.
+"""Shared by chat, responses and completions: request options, complete replies, server-sent events, usage.
 
 When a client disconnects, its streams are cancelled and their KV blocks freed after the current step.
 """
@@ -120,10 +120,20 @@ def slowest(answers: Sequence[Answer]) -> Answer:
 class AnswerEvents(StreamingResponse):
     """Server-sent events of answers. When the response ends, its requests are cancelled."""
 
-    def __init__(self, streams: "Sequence[AsyncAnswerStream]", events: AsyncIterator[str]) -> None:
+    def __init__(
+        self,
+        streams: "Sequence[AsyncAnswerStream]",
+        events: AsyncIterator[str],
+        as_error: Callable[[JsonObject], str] | None = None,
+    ) -> None:
+        """
+        Args:
+            as_error: formats the body of an error reply as the last event; None: the body is its data.
+        """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._with_errors(events), headers=headers, media_type="text/event-stream")
         self._streams = streams
+        self._as_error = as_error or as_event
         self._failed_with: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +153,7 @@ class AnswerEvents(StreamingResponse):
             self._failed_with, body = describe(error)
             if not isinstance(error, StillroomError):
                 logger.exception("streaming %s failed", self._streams[0].request_id)
-            yield as_event(body)
+            yield self._as_error(body)
 
 
 async def merged(streams: "Sequence[AsyncAnswerStream]") -> AsyncIterator[tuple[int, str | None]]:

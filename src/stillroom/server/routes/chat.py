@@ -142,14 +142,14 @@ def events_link_to(body: ChatCompletionRequest, config: ServerConfig, address: s
     return config.public_url or address if is_wanted else None
 
 
-def _as_sent(answer: Answer, body: ChatCompletionRequest) -> Answer:
+def as_sent(answer: Answer, body: ChatCompletionRequest) -> Answer:
     """Return the answer with the document ids that clients see, and a warning of what the request asked in vain."""
     warnings = (*answer.warnings, _NO_TOOLS) if body.tools or body.functions else answer.warnings
     return replace(public_citations(answer), warnings=warnings)
 
 
 def whole_completion(answers: Sequence[Answer], model: str, body: ChatCompletionRequest) -> ChatCompletion:
-    answers = [_as_sent(answer, body) for answer in answers]
+    answers = [as_sent(answer, body) for answer in answers]
     first = answers[0]
     details = details_as_json(replace(slowest(answers), citations=first.citations))
     return ChatCompletion(
@@ -214,7 +214,7 @@ async def chat_events(
         if piece is not None:
             yield chunks.event(index, Delta(content=piece), scores)
             continue
-        answer = _as_sent(stream.answer, body)
+        answer = as_sent(stream.answer, body)
         ours = {"request_id": stream.request_id, **details_as_json(answer)}
         delta = Delta(annotations=annotations_of(answer) or None if events_link_to is None else None)
         yield chunks.event(index, delta, scores, finish_reason=answer.finish_reason, ours=ours)

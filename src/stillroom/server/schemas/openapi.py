@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from stillroom.server.auth.guard import OPEN_PATHS
 from stillroom.server.schemas.replies import ChatCompletionChunk, CompletionChunk, ErrorReply
 from stillroom.server.schemas.requests import DocumentsRequest
+from stillroom.server.schemas.responses import ResponseEvent
 
 Document = dict[str, Any]
 
@@ -51,6 +52,7 @@ _BODY = (408, 413, 415)
 _GENERATING = (404, 409, 502, 504)
 _MORE: dict[tuple[str, str], tuple[int, ...]] = {
     ("/v1/chat/completions", "post"): (*_BODY, *_GENERATING),
+    ("/v1/responses", "post"): (*_BODY, *_GENERATING),
     ("/v1/completions", "post"): (*_BODY, *_GENERATING),
     ("/v1/embeddings", "post"): (*_BODY, 404),
     ("/v1/search", "post"): _BODY,
@@ -67,6 +69,7 @@ _MORE: dict[tuple[str, str], tuple[int, ...]] = {
 }
 _EVENTS = {
     ("/v1/chat/completions", "post"): "ChatCompletionChunk",
+    ("/v1/responses", "post"): "ResponseEvent",
     ("/v1/completions", "post"): "CompletionChunk",
     ("/v1/documents", "post"): "UploadReply",
 }
@@ -84,6 +87,20 @@ _EXAMPLES: dict[str, dict[str, Document]] = {
             "max_tokens": 64,
         },
         "stream": {"messages": [_QUESTION], "stream": True, "stream_options": {"include_usage": True}},
+    },
+    "/v1/responses": {
+        "question": {"input": "How do I rotate keys?"},
+        "conversation": {
+            "instructions": "Answer in one sentence.",
+            "input": [
+                _QUESTION,
+                {"role": "assistant", "content": "Twice a year."},
+                {"role": "user", "content": "Why?"},
+            ],
+            "max_output_tokens": 64,
+            "store": False,
+        },
+        "stream": {"input": "How do I rotate keys?", "stream": True},
     },
     "/v1/completions": {
         "text": {"prompt": "Keys are rotated", "max_tokens": 16},
@@ -178,7 +195,7 @@ def _event(name: str) -> Document:
 
 def _schemas() -> Document:
     """Return the schemas that no route names in its types."""
-    models = (ErrorReply, ChatCompletionChunk, CompletionChunk, DocumentsRequest)
+    models = (ErrorReply, ChatCompletionChunk, CompletionChunk, ResponseEvent, DocumentsRequest)
     _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REF + "{model}")
     schemas: Document = found["$defs"]
     return schemas

@@ -179,14 +179,14 @@ class ResponseFormat(Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class GenerationRequest(Body):
+class SamplingRequest(Body):
+    """Fields that every route that generates has in common."""
+
     model: str | None = None
-    max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     """-1 picks a random seed."""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Not OpenAI's, but common: number of likeliest tokens to sample from; 0 and -1 take all. The number of chunks is
     `stillroom.top_k`."""
@@ -202,8 +202,13 @@ class GenerationRequest(Body):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: StopTexts | None = None
     """A text or a list of texts."""
-    response_format: ResponseFormat | None = None
     stream: bool | None = None
+
+
+class GenerationRequest(SamplingRequest):
+    max_tokens: MaxTokens | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
