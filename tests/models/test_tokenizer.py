@@ -90,9 +90,9 @@ class CountingTokenizer(Tokenizer):
 
     num_decoded = 0
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
         self.num_decoded += len(token_ids)
-        return super().decode(token_ids)
+        return super().decode(token_ids, keeps_special=keeps_special)
 
 
 @pytest.fixture(scope="module")

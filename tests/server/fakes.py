@@ -32,8 +32,10 @@ from stillroom.errors import (
     UsageError,
 )
 from stillroom.rag.answer import Answer, AskOptions, Citation, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.prompt_tokens import PromptTokens
 from stillroom.rag.question import sources_of
 from stillroom.rag.records import Records
+from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.originals import OriginalFile
@@ -167,6 +169,23 @@ class FakeOriginals:
         raise OriginalGoneError("the file is no longer there")
 
 
+class FakePromptTokenizer:
+    """Encodes bytes."""
+
+    def tokens_of_prompt(self, prompt: str, *, adds_special: bool) -> PromptTokens:
+        ids = tuple(f"^{prompt}".encode() if adds_special else prompt.encode())
+        return PromptTokens(ids, tuple(map(chr, ids)), 4096)
+
+    def tokens_of_chat(self, question: str, options: AskOptions) -> PromptTokens:
+        said = [f"{one.question} {one.answer}" for one in options.history]
+        return self.tokens_of_prompt(" ".join([options.system, *said, question]), adds_special=True)
+
+    def text_of(self, token_ids: Sequence[int], *, keeps_special: bool) -> str:
+        if max(token_ids, default=0) > 255:
+            raise UsageError("the prompt holds a token that the model does not have; it has 0 to 255")
+        return bytes(token_ids).decode(errors="replace")
+
+
 class FakeStillroom:
     """Implements the facade with a dictionary of texts."""
 
@@ -181,6 +200,8 @@ class FakeStillroom:
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.uploads = FakeUploads(self)
         self.originals = FakeOriginals(self)
+        self.embedder = Embedder(self.config.embedder)
+        """Of which only the tokenizer is used."""
         self.asked: list[tuple[str, AskOptions]] = []
         self.filters: list[str] = []
         self.citations: tuple[Citation, ...] = ()
@@ -318,6 +339,9 @@ class FakeStillroom:
         options = options or AskOptions()
         self.asked.append((text, options))
         return [FakeStream(self, text, options, ()) for _ in range(n)]
+
+    async def aprompt_tokenizer(self) -> "FakePromptTokenizer":
+        return FakePromptTokenizer()
 
     async def atext_of(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

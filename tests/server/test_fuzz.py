@@ -25,7 +25,17 @@ FAST = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/search", "/v1/documents", "/v1/models")
+ROUTES = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    "/v1/search",
+    "/v1/documents",
+    "/v1/models",
+)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +140,10 @@ documents top_n return_documents rank_fields
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "keys"}]},
     "/v1/completions": {"prompt": "keys"},
+    "/v1/responses": {"input": "keys"},
     "/v1/embeddings": {"input": "keys"},
+    "/tokenize": {"prompt": "keys"},
+    "/detokenize": {"tokens": [75]},
     "/v1/search": {"query": "keys"},
     "/v1/rerank": {"query": "keys", "documents": ["keys", {"text": "cats"}]},
 }

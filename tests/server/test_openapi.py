@@ -47,6 +47,8 @@ OPERATIONS = [
     ("POST", "/v1/responses"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
     ("POST", "/v1/search"),
     ("POST", "/v1/rerank"),
     ("POST", "/v2/rerank"),

@@ -147,9 +147,14 @@ class Tokenizer:
         return self._backend.decoder is not None and b'"ByteLevel"' in self._backend.decoder.__getstate__()
 
     @panics_as_errors("the tokenizer")
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Return the text of tokens; `keeps_special`: with special tokens."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=not keeps_special))
+
+    @panics_as_errors("the tokenizer")
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary writes it; empty for a number without a token."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
 
 class IncrementalDetokenizer:

@@ -17,10 +17,9 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stillroom.backends.base import Backend, PreparedPrompt
-from stillroom.backends.conversation import history_of
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk
@@ -33,10 +32,12 @@ from stillroom.rag.accounting import Account, add_phase_spans, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.answer_collector import AnswerCollector, AnswerStart, Cite
 from stillroom.rag.citations import cite
+from stillroom.rag.prompt_tokens import PromptTokenizer
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.question import (
     QuestionSearch,
     check_options,
+    history_without_search,
     no_room_error,
     nothing_found_error,
     samples_of,
@@ -113,6 +114,7 @@ class Pipeline:
         self._traces = traces
         self._clock = clock
         self._warnings = model_warnings(backend.name)
+        self.tokens = PromptTokenizer(backend)
         traces.trim()  # `trace.keep` may be lower than in the last session
 
     def streams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AnswerStream]:
@@ -166,17 +168,6 @@ class Pipeline:
         report = SpeculationReport(SpeculationOutcome.OFF)
         return self._astreams(self._prepared("", attempt, options, arrival, arrival, (), report))
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens, without special ones.
-
-        Raises:
-            UsageError: the model has no such token or continues no prompts, or the engine is a server.
-        """
-        self._backend.prepare_raw(token_ids)  # refuses unknown tokens
-        if self._backend.tokenizer is None:
-            raise UsageError("the tokenizer is at the server elsewhere; send the prompt as text")
-        return self._backend.tokenizer.decode(token_ids)
-
     def _astreams(self, prepared: _PreparedAnswers) -> list[AsyncAnswerStream]:
         loop = asyncio.get_running_loop()
         queues: list[asyncio.Queue[TokenEvent]] = [asyncio.Queue() for _ in prepared.collectors]
@@ -226,10 +217,7 @@ class Pipeline:
 
     def _prepare_chat(self, question: str, options: AskOptions, num_samples: int, arrival: float) -> _PreparedAnswers:
         """A prompt without documents."""
-        history = replace(
-            history_of(options.history, options.system, lambda _: (), 0), answer_start=options.answer_start
-        )
-        max_tokens = self._max_prompt_tokens(options)
+        max_tokens, history = self._max_prompt_tokens(options), history_without_search(options)
         prepared = self._backend.prepare_chat(question, max_tokens, options.json_schema, history)
         attempt = self._attempt(prepared, options, num_samples, arrival)
         report = SpeculationReport(SpeculationOutcome.OFF)

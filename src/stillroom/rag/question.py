@@ -35,6 +35,12 @@ def stop_strings(options: AskOptions) -> Sequence[str]:
     return (options.stop,) if isinstance(options.stop, str) else options.stop
 
 
+def history_without_search(options: AskOptions) -> History:
+    """The conversation before a question, without documents."""
+    history = history_of(options.history, options.system, lambda _: (), 0)
+    return replace(history, answer_start=options.answer_start)
+
+
 class QuestionSearch:
     """Searches for a question and for the earlier turns of its conversation."""
 

@@ -32,6 +32,7 @@ from stillroom.rag.preparing import DocumentPreparer, PrepareProgress, PrepareRe
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.records import Records
 from stillroom.retrieval.digest import IndexDigest
+from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.originals import Originals
@@ -44,6 +45,7 @@ from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
+    from stillroom.rag.prompt_tokens import PromptTokenizer
     from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
 S = TypeVar("S", "AnswerStream", "AsyncAnswerStream")
@@ -359,6 +361,11 @@ class Stillroom:
             raise UsageError("rerank takes a list of texts; put this one into a list")
         return self._kb.rerank(text("the query", query), [text("a text", one) for one in texts])
 
+    @property
+    def embedder(self) -> Embedder:
+        """The knowledge base's embedder, with its tokenizer."""
+        return self._kb.embedder
+
     # Answers
 
     def ask(self, question: str, options: AskOptions | None = None) -> Answer:
@@ -426,7 +433,11 @@ class Stillroom:
 
     async def atext_of(self, token_ids: Sequence[int]) -> str:
         """Decode tokens of the model. Raises UsageError: the model has no such token."""
-        return (await self._loader.apipeline()).text_of(token_ids)
+        return (await self.aprompt_tokenizer()).text_of(token_ids)
+
+    async def aprompt_tokenizer(self) -> "PromptTokenizer":
+        """Encodes prompts and decodes tokens as the model does. Raises ModelError: the model cannot be loaded."""
+        return (await self._loader.apipeline()).tokens
 
     # State and closing
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from stillroom.config.settings import EmbedderConfig
 from stillroom.core.panics import panics_as_errors
+from stillroom.errors import UsageError
 from stillroom.retrieval.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -80,6 +81,42 @@ class Embedder:
     def count_tokens(self, text: str) -> int:
         """Count the tokens of a text without special tokens. Does not load the model."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @panics_as_errors("the tokenizer")
+    def token_ids(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """Encode a text. Does not load the model."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=adds_special).ids
+        return ids
+
+    @panics_as_errors("the tokenizer")
+    def text_of(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Decode tokens; `keeps_special`: with special ones. Does not load the model.
+
+        Raises:
+            UsageError: there is no such token.
+        """
+        vocab_size = self.tokenizer.get_vocab_size()
+        unknown = next((one for one in token_ids if not 0 <= one < vocab_size), None)
+        if unknown is not None:
+            raise UsageError(f"there is no token {unknown}; {self._config.model} has 0 to {vocab_size - 1}")
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not keeps_special))
+
+    def text_of_exactly(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens to a text of which the tokenizer makes these tokens, apart from special ones.
+
+        Tokens of another model's tokenizer are numbers too, and their text would be meaningless.
+
+        Raises:
+            UsageError: there is no such text.
+        """
+        text = self.text_of(token_ids)
+        special = {one for one, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
+        if self.token_ids(text, adds_special=False) != [one for one in token_ids if one not in special]:
+            raise UsageError(
+                f"these tokens are not what the tokenizer of {self._config.model} makes of a text; send texts, or the "
+                "tokens that POST /tokenize returns for this model"
+            )
+        return text
 
     def avoid_torch(self) -> None:
         """Embed queries in numpy from now on, if it can compute the model (`query_encoder.py`); not thread-safe.

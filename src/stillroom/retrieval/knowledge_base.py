@@ -312,6 +312,11 @@ class KnowledgeBase:
         """The settings that the dense index was made with."""
         return self._config.index
 
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder that `config` names. Raises as `embed`."""
+        return self._checked_embedder()
+
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return float32 embeddings [len(texts), dimension], each of length 1."""
         return self._checked_embedder().embed_queries(texts)

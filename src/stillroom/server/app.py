@@ -4,7 +4,6 @@ Nothing blocks the event loop: computation runs in threads, and answers are read
 docs/http.md
 """
 
-import base64
 import logging
 import time
 from collections.abc import Callable
@@ -19,14 +18,13 @@ from stillroom import __version__
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
-from stillroom.models.bundled_models import full_name, reader_folder
+from stillroom.models.bundled_models import reader_folder
 from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.server import error_replies
 from stillroom.server.auth.guard import Guard, origins_of, own_names
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants, caller_of, stillroom_of
 from stillroom.server.console import routes as console
-from stillroom.server.error_replies import model_not_served
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.server.limits.draining import Draining
 from stillroom.server.limits.rates import Limits
@@ -35,47 +33,35 @@ from stillroom.server.middleware import RequestObserver
 from stillroom.server.privacy import served_name
 from stillroom.server.routes import chat, health, rerank
 from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
-from stillroom.server.routes.chat import ask_options, read_messages
+from stillroom.server.routes.chat import ask_options, read_question
 from stillroom.server.routes.completions import Completions
 from stillroom.server.routes.content_routes import ContentRoutes
 from stillroom.server.routes.document_routes import DocumentRoutes
 from stillroom.server.routes.health import Readiness
 from stillroom.server.routes.json_body import JsonRoute
+from stillroom.server.routes.model_names import ALIAS, check_model
 from stillroom.server.routes.responses import Responses
+from stillroom.server.routes.token_routes import TokenRoutes
 from stillroom.server.schemas import openapi
 from stillroom.server.schemas.replies import (
     ChatCompletion,
     Completion,
-    Embedding,
-    EmbeddingList,
-    EmbeddingUsage,
     Health,
     Model,
     ModelList,
     RerankReply,
     SearchReply,
 )
-from stillroom.server.schemas.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    SearchRequest,
-)
+from stillroom.server.schemas.requests import ChatCompletionRequest, CompletionRequest, RerankRequest, SearchRequest
 from stillroom.server.schemas.responses import ResponseReply, ResponsesRequest
 from stillroom.telemetry.metrics import CONTENT_TYPE
 from stillroom.telemetry.spans import Tracing
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from stillroom.rag.stillroom import Stillroom
     from stillroom.rag.stream import AsyncAnswerStream
 
 logger = logging.getLogger(__name__)
-
-ALIAS = "stillroom"
-"""Model name that clients may use for whichever model is served."""
 
 
 def create_app(
@@ -115,6 +101,7 @@ def create_app(
     routes = list(app.routes)
     for router in (
         _Api(workers).router(),
+        TokenRoutes(workers).router(),
         console.router(),
         ContentRoutes(workers).router(),  # before the routes whose document's name may hold anything
         documents.router(),
@@ -171,7 +158,6 @@ class _Api:
         add("POST", "/v1/chat/completions", "answers", ChatCompletion, self.chat_completions)
         add("POST", "/v1/responses", "answers", ResponseReply, self.responses)
         add("POST", "/v1/completions", "answers", Completion, self.completions)
-        add("POST", "/v1/embeddings", "search", EmbeddingList, self.embeddings)
         add("POST", "/v1/search", "search", SearchReply, self.search)
         for path in rerank.PATHS:
             add("POST", path, "search", RerankReply, self.rerank)
@@ -207,29 +193,11 @@ class _Api:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue prompts as given, without a search."""
         stillroom = stillroom_of(request)
-        self._check_model(body.model, [stillroom.model_name])
+        check_model(body.model, [stillroom.model_name])
         found = await Completions.begin(stillroom, body)
         if body.stream:
             return AnswerEvents(found.streams, found.events(includes_usage=body.includes_usage))
         return await whole_answers(found.streams, request, found.whole)
-
-    async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingList:
-        """Embed texts with the knowledge base's embedder."""
-        stillroom = stillroom_of(request)
-        embedder = stillroom.config.embedder.model
-        self._check_model(body.model, [embedder])
-        if not all(text.strip() for text in body.texts):
-            raise UsageError("input holds an empty text; every text needs at least one word")
-        vectors = await self._workers.run(self._workers.embeddings, stillroom.embed, body.texts)
-        if body.dimensions not in (None, vectors.shape[1]):
-            raise UsageError(
-                f"dimensions={body.dimensions}, but {served_name(embedder)!r} has {vectors.shape[1]}; leave it out"
-            )
-        data = [
-            Embedding(index=index, embedding=_encode(vector, body.encoding_format))
-            for index, vector in enumerate(vectors)
-        ]
-        return EmbeddingList(data=data, model=served_name(embedder), usage=EmbeddingUsage())
 
     async def models(self, request: Request) -> ModelList:
         """List the generator, the embedder, the reranker if there is one, and the generator's name without a search,
@@ -239,7 +207,7 @@ class _Api:
     async def model(self, model: str, request: Request) -> Model:
         """Return one model by name."""
         stillroom = stillroom_of(request)
-        self._check_model(model, _names(stillroom))
+        check_model(model, _names(stillroom))
         return self._describe(stillroom.model_name if model == ALIAS else model)
 
     async def search(self, body: SearchRequest, request: Request) -> JsonObject:
@@ -288,20 +256,12 @@ class _Api:
     async def _ask(self, stillroom: "Stillroom", body: ChatCompletionRequest) -> "list[AsyncAnswerStream]":
         """Start `n` answers to the last user message."""
         if body.model != chat.CHAT_ALIAS:
-            self._check_model(body.model, [stillroom.model_name])
-        conversation = read_messages(body.messages)
-        if not conversation.question.strip():
-            raise UsageError("messages hold no question; the last message of the role 'user' is the question")
+            check_model(body.model, [stillroom.model_name])
+        conversation = read_question(body.messages)
         return await stillroom.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
 
     def _describe(self, name: str) -> Model:
         return Model(id=served_name(name), created=self._started_at)
-
-    def _check_model(self, model: str | None, served: list[str]) -> None:
-        """Raise Refused if the request names another model than those served."""
-        names = [served_name(name) for name in served]
-        if model not in (None, ALIAS, *names) and full_name(str(model)) not in served:
-            raise model_not_served(str(model), names)
 
 
 def _names(stillroom: "Stillroom") -> list[str]:
@@ -309,10 +269,3 @@ def _names(stillroom: "Stillroom") -> list[str]:
     alone = [] if engine == "builtin" and reader_folder(model) is not None else [chat.CHAT_ALIAS]
     reranker = stillroom.config.search.reranker
     return [stillroom.model_name, stillroom.config.embedder.model, *([reranker] if reranker else []), *alone]
-
-
-def _encode(vector: "NDArray[Any]", encoding_format: str) -> list[float] | str:
-    if encoding_format == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    numbers: list[float] = vector.tolist()
-    return numbers

@@ -3,7 +3,8 @@
 import re
 
 _PATH = re.compile(
-    r"""(?<![\w./:~<\-])/(?!v1/|v1\b|healthz|readyz|metrics|console/)  # the server's own routes stay
+    r"""(?<![\w./:~<\-])/  # the server's own routes stay:
+        (?!v1/|v1\b|healthz|readyz|metrics|console/|(?:de)?tokenize(?![\w/]))
         (?:[^\s/'"`;,:()]+/)*([^\s/'"`;,:()]+)""",
     re.VERBOSE,
 )

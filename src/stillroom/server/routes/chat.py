@@ -35,6 +35,7 @@ from stillroom.server.schemas.replies import (
     Usage,
 )
 from stillroom.server.schemas.requests import ChatCompletionRequest, ChatExtension, ChatMessage
+from stillroom.server.schemas.tokens import TokenizeRequest
 
 if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
@@ -85,6 +86,18 @@ def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
     )
 
 
+def read_question(messages: Sequence[ChatMessage]) -> Conversation:
+    """Split messages as `read_messages` does.
+
+    Raises:
+        UsageError: they hold no question.
+    """
+    conversation = read_messages(messages)
+    if not conversation.question.strip():
+        raise UsageError("messages hold no question; the last message of the role 'user' is the question")
+    return conversation
+
+
 def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskOptions:
     """Return the options that a request sets; the configuration sets the others. The model `CHAT_ALIAS` never searches.
 
@@ -95,7 +108,7 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
         raise UsageError("top_logprobs needs logprobs: true")
     if body.needs_tool_call:
         raise UsageError("tool_choice: no tools are called here; leave it out, or set it to 'auto' or 'none'")
-    _check_continuation(body, conversation)
+    check_continuation(body, conversation)
     extension = body.stillroom or ChatExtension()
     return replace(
         generation_options(body),
@@ -111,7 +124,12 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
     )
 
 
-def _check_continuation(body: ChatCompletionRequest, conversation: Conversation) -> None:
+def conversation_options(conversation: Conversation) -> AskOptions:
+    """Return the options that the messages alone set."""
+    return AskOptions(history=conversation.history, system=conversation.system, answer_start=conversation.answer_start)
+
+
+def check_continuation(body: ChatCompletionRequest | TokenizeRequest, conversation: Conversation) -> None:
     """Check the fields that ask to continue a last assistant message.
 
     Raises:

@@ -55,6 +55,8 @@ _MORE: dict[tuple[str, str], tuple[int, ...]] = {
     ("/v1/responses", "post"): (*_BODY, *_GENERATING),
     ("/v1/completions", "post"): (*_BODY, *_GENERATING),
     ("/v1/embeddings", "post"): (*_BODY, 404),
+    ("/tokenize", "post"): (*_BODY, 404, 502, 504),
+    ("/detokenize", "post"): (*_BODY, 404, 502, 504),
     ("/v1/search", "post"): _BODY,
     **{(path, "post"): (*_BODY, 404) for path in ("/v1/rerank", "/v2/rerank")},
     ("/v1/documents", "post"): (*_BODY, 409),
@@ -106,7 +108,15 @@ _EXAMPLES: dict[str, dict[str, Document]] = {
         "text": {"prompt": "Keys are rotated", "max_tokens": 16},
         "several": {"prompt": ["Keys are rotated", "A key is lost"], "n": 2, "logprobs": 1, "max_tokens": 4},
     },
-    "/v1/embeddings": {"texts": {"input": ["one text", "another"]}},
+    "/v1/embeddings": {
+        "texts": {"input": ["one text", "another"]},
+        "short vectors": {"input": "one text", "dimensions": 2, "encoding_format": "base64"},
+    },
+    "/tokenize": {
+        "prompt": {"prompt": "Keys are rotated", "add_special_tokens": False},
+        "chat": {"messages": [_QUESTION], "return_token_strs": True},
+    },
+    "/detokenize": {"tokens": {"tokens": [75, 101, 121]}},
     "/v1/search": {"hybrid": {"query": "rotate keys", "mode": "hybrid", "top_k": 3}},
     **dict.fromkeys(
         ("/v1/rerank", "/v2/rerank"),

@@ -49,7 +49,7 @@ def _is_prompt(value: object) -> str | list[int]:
         return value
     if isinstance(value, list) and value and all(type(one) is int and 0 <= one < 2**31 for one in value):
         return value
-    raise ValueError("a prompt must be a non-empty text or a non-empty list of token ids")
+    raise ValueError("must be a non-empty text or a non-empty list of token ids")
 
 
 def _is_max_tokens(value: int) -> int:
@@ -96,6 +96,15 @@ Prompts = Annotated[
     BeforeValidator(
         _as_prompts,
         json_schema_input_type=Text | Tokens | Annotated[list[Text], _MANY] | Annotated[list[Tokens], _MANY],
+    ),
+]
+_EMBEDDED = Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)
+EmbeddingInputs = Annotated[
+    list[Prompt],
+    _EMBEDDED,
+    BeforeValidator(
+        _as_prompts,
+        json_schema_input_type=Text | Tokens | Annotated[list[Text], _EMBEDDED] | Annotated[list[Tokens], _EMBEDDED],
     ),
 ]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -270,14 +279,16 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class EmbeddingRequest(Body):
-    input: str | Annotated[list[str], Field(min_length=1, max_length=MAX_EMBEDDING_INPUTS, fail_fast=True)]
+    input: EmbeddingInputs
+    """A text, a list of the embedder's token ids, or a list of either."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    """The first numbers of each vector, scaled to length 1 again."""
 
     @property
-    def texts(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) else self.input
+    def inputs(self) -> Sequence[str | list[int]]:
+        return self.input
 
 
 class SearchRequest(SearchOptions):
