@@ -92,12 +92,10 @@ class Engine:
     def retry_in(self) -> float | None:
         """Seconds until `do_idle_work` may recover a lost device, prepare documents, or drop KV of documents that other
         processes removed; None if there is nothing of this to wait for."""
-        if self._recovery.problem is not None:
-            times = [self._recovery.retry_at]
-        else:
-            catch_up_at = self._caught_up_at + _IDLE_CATCH_UP_SECONDS if self._corpora.has_any else None
-            times = [self._preparation.begins_at, catch_up_at]
-        at = min((one for one in times if one is not None), default=None)
+        at = self._preparation.begins_at if self._recovery.problem is None else self._recovery.retry_at
+        if self._recovery.problem is None and self._corpora.has_any:
+            catch_up_at = self._caught_up_at + _IDLE_CATCH_UP_SECONDS
+            at = catch_up_at if at is None else min(at, catch_up_at)
         return None if at is None else max(0.0, at - self.clock.monotonic())
 
     @property

@@ -225,7 +225,7 @@ class _Api:
         """Order texts by their relevance to a query, with the configured cross-encoder."""
         stillroom = stillroom_of(request)
         if stillroom.config.search.reranker:
-            self._check_model(body.model, [stillroom.config.search.reranker])
+            check_model(body.model, [stillroom.config.search.reranker])
         path = request.url.path
         return await self._workers.run(self._workers.embeddings, rerank.reranked, stillroom, body, path)
 
