@@ -33,6 +33,7 @@ from stillroom.server.middleware import RequestObserver
 from stillroom.server.privacy import served_name
 from stillroom.server.routes import chat, health, rerank
 from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
+from stillroom.server.routes.api_page import api_page_router
 from stillroom.server.routes.chat import ask_options, read_question
 from stillroom.server.routes.completions import Completions
 from stillroom.server.routes.content_routes import ContentRoutes
@@ -103,6 +104,7 @@ def create_app(
         _Api(workers).router(),
         TokenRoutes(workers).router(),
         console.router(),
+        api_page_router(app.openapi),
         ContentRoutes(workers).router(),  # before the routes whose document's name may hold anything
         documents.router(),
         health.router(readiness),

@@ -33,9 +33,9 @@ from stillroom.server.error_replies import error_body, error_response
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS: tuple[str, ...] = ("/healthz", "/readyz", "/")
+OPEN_PATHS: tuple[str, ...] = ("/healthz", "/readyz", "/", "/docs")
 OPEN_FOLDER = "/console/"
-"""Need no key. The console's files hold no content of a knowledge base."""
+"""Need no key. The console's files and the page of the API hold no content of a knowledge base."""
 OPERATOR_PATHS: tuple[str, ...] = ("/metrics",)
 """Need an operator's key, because they cover all tenants."""
 

@@ -2,12 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
-
-from stillroom.server.schemas.replies import ErrorDetail
+from stillroom.server.schemas.replies import ErrorDetail, Reply
 
 
-class DocumentObject(BaseModel):
+class DocumentObject(Reply):
     id: str
     object: Literal["document"] = "document"
     status: Literal["indexed", "not_indexed"] = "indexed"
@@ -23,7 +21,7 @@ class DocumentObject(BaseModel):
     metadata: dict[str, Any]
 
 
-class DocumentChunk(BaseModel):
+class DocumentChunk(Reply):
     chunk_id: str
     text: str
     heading: str
@@ -39,7 +37,7 @@ class DocumentWithChunks(DocumentObject):
     has_more: bool
 
 
-class ContentParagraph(BaseModel):
+class ContentParagraph(Reply):
     text: str
     heading_path: list[str]
     """Headings above it, outermost first, without the title."""
@@ -50,7 +48,7 @@ class ContentParagraph(BaseModel):
     end_page: int
 
 
-class DocumentText(BaseModel):
+class DocumentText(Reply):
     """The readable text of a document."""
 
     object: Literal["document.content"] = "document.content"
@@ -74,7 +72,7 @@ class DocumentText(BaseModel):
     paragraphs: list[ContentParagraph]
 
 
-class DocumentList(BaseModel):
+class DocumentList(Reply):
     object: Literal["list"] = "list"
     data: list[DocumentObject]
     first_id: str | None
@@ -83,7 +81,7 @@ class DocumentList(BaseModel):
     has_more: bool
 
 
-class DocumentDeleted(BaseModel):
+class DocumentDeleted(Reply):
     id: str
     object: Literal["document.deleted"] = "document.deleted"
     deleted: Literal[True] = True
@@ -91,7 +89,7 @@ class DocumentDeleted(BaseModel):
     num_chunks: int
 
 
-class UploadedFile(BaseModel):
+class UploadedFile(Reply):
     name: str
     status: Literal["added", "updated", "unchanged", "failed"]
     documents: list[DocumentObject]
@@ -100,7 +98,7 @@ class UploadedFile(BaseModel):
     """Set if it failed."""
 
 
-class JobProgress(BaseModel):
+class JobProgress(Reply):
     num_files_done: int
     num_files_total: int
     num_bytes_done: int
@@ -108,7 +106,7 @@ class JobProgress(BaseModel):
     num_chunks: int
 
 
-class DocumentJob(BaseModel):
+class DocumentJob(Reply):
     """An upload that continues after its request was answered."""
 
     id: str
@@ -124,13 +122,13 @@ class DocumentJob(BaseModel):
     """Set if it failed."""
 
 
-class DocumentJobList(BaseModel):
+class DocumentJobList(Reply):
     object: Literal["list"] = "list"
     data: list[DocumentJob]
     """Newest first."""
 
 
-class UploadReply(BaseModel):
+class UploadReply(Reply):
     object: Literal["documents.uploaded"] = "documents.uploaded"
     data: list[UploadedFile]
     error: ErrorDetail | None = None

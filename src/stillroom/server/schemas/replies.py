@@ -12,7 +12,13 @@ from stillroom.core.request import LookupCounts
 from stillroom.rag.answer import Citation, ReuseReport, Source, SpeculationReport, Timing
 
 
-class ErrorDetail(BaseModel):
+class Reply(BaseModel):
+    """Part of a reply. The texts under its fields are in the OpenAPI document."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ErrorDetail(Reply):
     message: str
     type: str
     param: str | None
@@ -20,25 +26,25 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class ErrorReply(BaseModel):
+class ErrorReply(Reply):
     """Error reply of every route, in OpenAI's shape."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(Reply):
     cached_tokens: int
     """Prompt tokens whose KV was reused."""
 
 
-class Usage(BaseModel):
+class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class AnswerDetails(BaseModel):
+class AnswerDetails(Reply):
     """Extension of a complete reply. Only chats have `sources`."""
 
     request_id: str
@@ -58,7 +64,7 @@ class AnswerDetails(BaseModel):
     """Of the answer with the index 0."""
 
 
-class StreamDetails(BaseModel):
+class StreamDetails(Reply):
     """Extension of a stream. Its first chunk has `request_id` and `sources`; the chunk with the finish reason has the
     other fields."""
 
@@ -74,7 +80,7 @@ class StreamDetails(BaseModel):
     citations: list[Citation] | None = None
 
 
-class UrlCitation(BaseModel):
+class UrlCitation(Reply):
     """The place in a document that supports a sentence."""
 
     start_index: int
@@ -85,14 +91,14 @@ class UrlCitation(BaseModel):
     """Path on this server, with `#L10-L14` or `#page=3` where the document has lines or pages."""
 
 
-class Annotation(BaseModel):
+class Annotation(Reply):
     """A citation in OpenAI's form."""
 
     type: Literal["url_citation"] = "url_citation"
     url_citation: UrlCitation
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(Reply):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
@@ -100,7 +106,7 @@ class AssistantMessage(BaseModel):
     """The sentences that a source supports, fully or partly."""
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(Reply):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -110,19 +116,19 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChoiceLogprobs(BaseModel):
+class ChoiceLogprobs(Reply):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class Choice(BaseModel):
+class Choice(Reply):
     index: int = 0
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Reply):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -132,7 +138,7 @@ class ChatCompletion(BaseModel):
     stillroom: AnswerDetails
 
 
-class Delta(BaseModel):
+class Delta(Reply):
     """Addition of a chunk to the message; unset fields are left out."""
 
     role: Literal["assistant"] | None = None
@@ -141,14 +147,14 @@ class Delta(BaseModel):
     """In the chunk with the finish reason, if there are any."""
 
 
-class ChunkChoice(BaseModel):
+class ChunkChoice(Reply):
     index: int = 0
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str | None = None
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletionChunk(Reply):
     """One event of a streamed chat completion."""
 
     id: str
@@ -160,7 +166,7 @@ class ChatCompletionChunk(BaseModel):
     stillroom: StreamDetails | None = None
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(Reply):
     """Four lists of the same length."""
 
     tokens: list[str]
@@ -170,14 +176,14 @@ class CompletionLogprobs(BaseModel):
     """Where each token begins in the choice's text, in characters."""
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Reply):
     index: int = 0
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
 
 
-class Completion(BaseModel):
+class Completion(Reply):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -191,40 +197,40 @@ class CompletionChunk(Completion):
     """One event of a streamed completion."""
 
 
-class Model(BaseModel):
+class Model(Reply):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "stillroom"
 
 
-class ModelList(BaseModel):
+class ModelList(Reply):
     object: Literal["list"] = "list"
     data: list[Model]
 
 
-class Embedding(BaseModel):
+class Embedding(Reply):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
     """Numbers, or base64 of little-endian float32."""
 
 
-class EmbeddingUsage(BaseModel):
+class EmbeddingUsage(Reply):
     """Always 0, because the embedder does not report tokens; clients expect the fields."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
 
 
-class EmbeddingList(BaseModel):
+class EmbeddingList(Reply):
     object: Literal["list"] = "list"
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
 
 
-class FoundChunk(BaseModel):
+class FoundChunk(Reply):
     """A chunk found by a search, as `stillroom search --json` prints it."""
 
     model_config = ConfigDict(extra="allow")
@@ -241,14 +247,14 @@ class FoundChunk(BaseModel):
     end_page: int
 
 
-class SearchTiming(BaseModel):
+class SearchTiming(Reply):
     embed_seconds: float
     search_seconds: float
     rerank_seconds: float
     total_seconds: float
 
 
-class SearchReply(BaseModel):
+class SearchReply(Reply):
     query: str
     mode: SearchMode
     num_reranked: int
@@ -257,11 +263,11 @@ class SearchReply(BaseModel):
     timing: SearchTiming
 
 
-class RerankedText(BaseModel):
+class RerankedText(Reply):
     text: str
 
 
-class RerankResult(BaseModel):
+class RerankResult(Reply):
     index: int
     """Position of the document in the request, from 0."""
     relevance_score: float
@@ -270,24 +276,24 @@ class RerankResult(BaseModel):
     """Present if the request asked for documents."""
 
 
-class RerankApiVersion(BaseModel):
+class RerankApiVersion(Reply):
     version: str
 
 
-class RerankMeta(BaseModel):
+class RerankMeta(Reply):
     """As in Cohere's replies."""
 
     api_version: RerankApiVersion
 
 
-class RerankUsage(BaseModel):
+class RerankUsage(Reply):
     """As in Jina's replies. Always 0, because the reranker does not report tokens; clients expect the fields."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
 
 
-class RerankReply(BaseModel):
+class RerankReply(Reply):
     id: str
     model: str
     results: list[RerankResult]
@@ -296,19 +302,19 @@ class RerankReply(BaseModel):
     usage: RerankUsage
 
 
-class Blocks(BaseModel):
+class Blocks(Reply):
     free: int
     total: int
 
 
-class IndexListsReply(BaseModel):
+class IndexListsReply(Reply):
     device: int | None = None
     """Present if lists are on devices."""
     host: int
     total: int
 
 
-class Health(BaseModel):
+class Health(Reply):
     """Health of the server. On a server with keys, only operators get more than the status."""
 
     status: Literal["ok"] = "ok"

@@ -113,7 +113,7 @@ TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 class Body(BaseModel):
     """A strictly typed body."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, use_attribute_docstrings=True)
 
 
 class TextPart(Body):

@@ -5,9 +5,9 @@ A request is a chat request in another form: `ResponsesRequest.as_chat` makes on
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from stillroom.server.schemas.replies import AnswerDetails, StreamDetails
+from stillroom.server.schemas.replies import AnswerDetails, Reply, StreamDetails
 from stillroom.server.schemas.requests import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -171,16 +171,16 @@ class ResponsesRequest(SamplingRequest):
         )
 
 
-class InputTokensDetails(BaseModel):
+class InputTokensDetails(Reply):
     cached_tokens: int
     """Prompt tokens whose KV was reused."""
 
 
-class OutputTokensDetails(BaseModel):
+class OutputTokensDetails(Reply):
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(Reply):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -188,7 +188,7 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
-class UrlAnnotation(BaseModel):
+class UrlAnnotation(Reply):
     """The place in a document that supports a sentence."""
 
     type: Literal["url_citation"] = "url_citation"
@@ -200,7 +200,7 @@ class UrlAnnotation(BaseModel):
     """Path on this server, with `#L10-L14` or `#page=3` where the document has lines or pages."""
 
 
-class OutputText(BaseModel):
+class OutputText(Reply):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[UrlAnnotation] = []
@@ -211,7 +211,7 @@ class OutputText(BaseModel):
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputMessage(BaseModel):
+class OutputMessage(Reply):
     id: str
     type: Literal["message"] = "message"
     status: Status
@@ -219,11 +219,11 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
-class IncompleteDetails(BaseModel):
+class IncompleteDetails(Reply):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class ResponseReply(BaseModel):
+class ResponseReply(Reply):
     id: str
     object: Literal["response"] = "response"
     created_at: int
@@ -254,7 +254,7 @@ class ResponseReply(BaseModel):
     """In a stream, the first two events have `request_id` and `sources`, and the last one all fields."""
 
 
-class ResponseEvent(BaseModel):
+class ResponseEvent(Reply):
     """One event of a streamed response. The other fields depend on `type`."""
 
     model_config = ConfigDict(extra="allow")

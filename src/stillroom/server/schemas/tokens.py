@@ -2,8 +2,9 @@
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
+from stillroom.server.schemas.replies import Reply
 from stillroom.server.schemas.requests import MAX_MESSAGES, Body, ChatMessage
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -28,7 +29,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class Tokenization(BaseModel):
+class Tokenization(Reply):
     count: int
     max_model_len: int
     """Most tokens of a prompt and its answer, or most that the embedder reads."""
@@ -42,6 +43,6 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-class Detokenization(BaseModel):
+class Detokenization(Reply):
     prompt: str
     """With special tokens."""
