@@ -1,6 +1,7 @@
 """MCP: the SDK's own client, in process, over HTTP with keys, and over the pipes of `stillroom mcp`."""
 
 import asyncio
+import io
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -122,7 +123,56 @@ def test_errors_reach_the_model_with_their_remedy(stillroom: Stillroom) -> None:
     assert "nothing.md" in refused(stillroom, "read_document", document="nothing.md")
     assert "filter" in refused(stillroom, "search", query="keys", where="year >=")
     assert "line" in refused(stillroom, "read_document", document="people.md", start_line=999)
-    assert "top_k" in refused(stillroom, "search", query="keys", top_k=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("search", {"query": "keys", "top_k": 0}, "top_k=0 does not fit; send a whole number from 1 to 100."),
+        ("search", {"query": "keys", "top_k": "many"}, "top_k='many' does not fit; send a whole number from 1 to 100."),
+        ("search", {}, "The argument 'query' is missing; send a text. It means: Words or a question."),
+        ("search", {"query": "x", "limit": 3}, "search has no argument 'limit'; it has query, top_k, where"),
+        ("ask", {"question": 7}, "question=7 does not fit; send a text."),
+        ("read_document", {"document": "a", "start_line": -1}, "send a whole number of at least 0."),
+        ("find", {}, "there is no tool 'find'; the tools are search, ask, list_documents, read_document"),
+    ],
+)
+def test_wrong_calls_are_explained_in_plain_sentences(
+    stillroom: Stillroom, name: str, arguments: dict[str, Any], said: str
+) -> None:
+    found = refused(stillroom, name, **arguments)
+    assert said in found
+    assert not any(word in found for word in ("validation", "pydantic", "Error", "type="))
+
+
+def test_documents_are_resources_in_pages(stillroom: Stillroom, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_RESOURCES", 1)
+    names = [one["document"] for one in call(stillroom, "list_documents")["documents"]]
+
+    async def walk(client: Client) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        cursor = None
+        while not found or cursor:
+            page = await client.list_resources(cursor=cursor)
+            (one,) = page.resources
+            contents: Any = (await client.read_resource(one.uri)).contents
+            found.append((one.name, contents[0].text))
+            cursor = page.next_cursor
+        return found
+
+    found = use(mcp_server(lambda _: stillroom), walk)
+    assert [name for name, _ in found] == names and len(names) == 2
+    for name, text in found:
+        assert text == call(stillroom, "read_document", document=name)["text"]
+
+
+def test_resource_of_a_name_with_odd_characters_opens(tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as opened:
+        opened.upload([("notes/50%20 of a b?.md", io.BytesIO(b"Keys rotate."))])
+        server = mcp_server(lambda _: opened)
+        (one,) = use(server, lambda client: client.list_resources()).resources
+        assert one.name == "uploads/notes/50%20 of a b?.md"
+        assert use(server, lambda client: client.read_resource(one.uri)).contents[0].text == "Keys rotate."
 
 
 def test_over_http_a_key_sees_its_tenants_documents_only(stillroom: Stillroom, tmp_path: Path) -> None:

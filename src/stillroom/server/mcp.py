@@ -9,12 +9,21 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import quote
 
+from mcp.server.context import ServerRequestContext
 from mcp.server.mcpserver import Context, MCPServer
-from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError, UnexpectedToolError
 from mcp.server.transport_security import TransportSecuritySettings
-from mcp.types import ToolAnnotations
-from pydantic import BaseModel, Field
+from mcp.types import (
+    CallToolResult,
+    InputRequiredResult,
+    ListResourcesResult,
+    PaginatedRequestParams,
+    Resource,
+    ToolAnnotations,
+)
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -25,6 +34,7 @@ from stillroom.core.ids import public_id
 from stillroom.errors import StillroomError, UnknownDocumentError
 from stillroom.rag.answer import Answer, AskOptions, Citation, Support
 from stillroom.server.auth.tenants import stillroom_of
+from stillroom.server.mcp_arguments import unknown_arguments, wrong_arguments
 
 if TYPE_CHECKING:
     from stillroom.core.document import DocumentInfo, ScoredChunk
@@ -34,6 +44,8 @@ MAX_TEXT = 40_000
 """Most characters of a document in one reply; the reply says where to go on."""
 MAX_LISTED = 1000
 MAX_TOP_K = 100
+MAX_RESOURCES = 100
+"""Most documents in one reply to `resources/list`; its cursor leads to the next ones."""
 
 _INSTRUCTIONS = (
     "Documents of this organisation. Use `search` to find passages, `ask` for a short answer with citations, and "
@@ -120,9 +132,7 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
         find: returns the knowledge base to use for a request over HTTP; None: a request over stdin.
     """
     with _logging_unchanged():
-        server: MCPServer[Any] = MCPServer(
-            "stillroom", title="Stillroom", instructions=_INSTRUCTIONS, version=__version__
-        )
+        server = _Server("stillroom", title="Stillroom", instructions=_INSTRUCTIONS, version=__version__)
 
     def of(context: Context[Any, Any]) -> "Stillroom":
         return find(context.request_context.request)
@@ -190,7 +200,39 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
             raise ResourceNotFoundError(str(error)) from error
         return "\n\n".join(paragraph.text for paragraph in content.paragraphs)
 
+    async def list_resources(
+        context: ServerRequestContext[Any, Any], params: PaginatedRequestParams | None
+    ) -> ListResourcesResult:
+        after = (params and params.cursor) or ""
+        infos = await asyncio.to_thread(find(context.request).public_documents, after, MAX_RESOURCES + 1)
+        shown = [_listed(info) for info in infos[:MAX_RESOURCES]]
+        cursor = shown[-1].document if len(infos) > MAX_RESOURCES else None
+        return ListResourcesResult(resources=[_resource(one) for one in shown], next_cursor=cursor)
+
+    # the SDK's own handler lists resources that are known when the server is made, and has no pages
+    server._lowlevel_server.add_request_handler("resources/list", PaginatedRequestParams, list_resources)
     return server
+
+
+class _Server(MCPServer[Any]):
+    """Reports what is wrong with a call in plain sentences, without the names of the SDK's exceptions."""
+
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
+    ) -> CallToolResult | InputRequiredResult:
+        schemas = {tool.name: tool.input_schema for tool in await self.list_tools()}
+        if name not in schemas:
+            raise ToolError(f"there is no tool {name[:60]!r}; the tools are {', '.join(schemas)}")
+        if problem := unknown_arguments(name, arguments, schemas[name]):
+            raise ToolError(problem)
+        try:
+            return await super().call_tool(name, arguments, context)
+        except UnexpectedToolError:
+            raise
+        except ToolError as error:
+            if isinstance(error.__cause__, ValidationError):
+                raise ToolError(wrong_arguments(error.__cause__, schemas[name])) from None
+            raise ToolError(str(error.__cause__ or error)) from None
 
 
 def mcp_route() -> Route:
@@ -274,6 +316,15 @@ def _quote(answer: Answer, citation: Citation) -> Quote:
 
 def _listed(info: "DocumentInfo") -> ListedDocument:
     return ListedDocument(document=public_id(info.document_id), title=info.title, num_passages=info.num_chunks)
+
+
+def _resource(document: ListedDocument) -> Resource:
+    return Resource(
+        uri=f"stillroom://documents/{quote(document.document)}",
+        name=document.document,
+        title=document.title or None,
+        mime_type="text/plain",
+    )
 
 
 def _content(stillroom: "Stillroom", name: str) -> DocumentContent:
