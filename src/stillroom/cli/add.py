@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 HELP = help_text(
     "Index files and folders.",
-    "Reads PDF, DOCX, PPTX, XLSX, EPUB, HTML, Markdown, reStructuredText, text, source code, notebooks, CSV and JSONL. "
+    "Reads PDF, DOCX, PPTX, XLSX, EPUB, HTML, Markdown, reStructuredText, text, source code, notebooks, CSV and JSONL, "
+    "and scanned pages and pictures with --ocr. "
     "In folders, hidden files, files named by .gitignore or .stillroomignore, and other formats are skipped.",
     "Unchanged files are skipped, and files deleted from a folder are removed from the index. A file that cannot be "
     "read is reported at the end and does not stop the others; the exit code is then 1.",
@@ -31,6 +32,7 @@ HELP = help_text(
         "stillroom add . --exclude drafts/ --exclude '*.csv'",
         "stillroom add docs/ --watch",
         "stillroom add contracts/ --meta team=legal --meta year=2024",
+        "stillroom add scans/ --ocr",
         "stillroom add docs/ --json | jq .failures",
     ),
 )
@@ -54,17 +56,27 @@ def add(  # noqa: PLR0913  one parameter per flag
     watch: Annotated[
         bool, typer.Option("--watch", help="Keep running and index every change in the folders, until Ctrl-C.")
     ] = False,
+    ocr: Annotated[
+        bool,
+        typer.Option(
+            "--ocr", help="Read scanned pages of PDF files, and image files; needs pip install 'stillroom[ocr]'."
+        ),
+    ] = False,
     kb: KbOption = DEFAULT_KB,
     config: ConfigOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     from stillroom.retrieval.intake.discovery import check_exists
+    from stillroom.retrieval.loaders.ocr_use import check_installed
 
     metadata = _metadata(meta or [])
     for path in paths:
         check_exists(path)  # before creating a knowledge base
-    with opening.open_stillroom(kb, opening.load_settings(config), create=True) as opened:
+    settings = opening.load_settings(config, {"documents.ocr": "on" if ocr else None})
+    if settings.documents.ocr == "on":
+        check_installed()
+    with opening.open_stillroom(kb, settings, create=True) as opened:
         run = _AddRun(opened, paths, exclude or [], metadata, as_json=as_json, quiet=quiet)
         if watch:
             _watch(run, [Path(os.path.abspath(path)) for path in paths], Path(os.path.abspath(kb)))
@@ -173,6 +185,8 @@ class _Follower:
 
 
 def _note_skipped(report: "AddReport") -> None:
+    from stillroom.retrieval.loaders.formats import is_image
+
     skipped = report.skipped
     parts = (
         (skipped.num_hidden, "hidden"),
@@ -184,7 +198,8 @@ def _note_skipped(report: "AddReport") -> None:
     if skipped.others:
         names = ", ".join(short_path(str(path)) for path in skipped.others)
         more = ", ..." if skipped.num_other > len(skipped.others) else ""
-        note(f"  {names}{more}: name a text file to add it whatever its format")
+        images = "; --ocr reads pictures" if any(map(is_image, skipped.others)) else ""
+        note(f"  {names}{more}: name a text file to add it whatever its format{images}")
 
 
 def _metadata(pairs: list[str]) -> dict[str, object]:

@@ -1,8 +1,11 @@
 """Limits on reading files. Users import them from `config.settings`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stillroom.config.quantities import AboveZero, AtLeastZero
+
+OcrMode = Literal["off", "on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +31,10 @@ class DocumentsConfig:
     """Most unpacked content of a DOCX, PPTX, XLSX or EPUB file; a small file can unpack to more than a disk holds."""
     max_reader_bytes: int = 2048 * 2**20
     """Memory that a reading process may take beyond its start (Linux only)."""
+    ocr: OcrMode = "off"
+    """`on`: pages of PDF files without text, and image files (PNG, JPEG, TIFF, WebP), are read by optical character
+    recognition, some seconds per page. Needs `pip install 'stillroom[ocr]'`."""
+    ocr_page_timeout_s: AboveZero = 300.0
+    """Seconds for OCR of one page, in addition to `timeout_s`; the file of a slower page is reported."""
+    ocr_max_pages: int = 500
+    """Most pages of one file that are read by OCR; a file with more pages without text is reported."""

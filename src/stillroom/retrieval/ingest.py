@@ -170,7 +170,7 @@ class Ingest:
         began = self._clock.monotonic()
         sources = {self._names.path_of(name): source for name, source in self._corpus.sources().items()}
         known = {self._names.path_of(name): documents for name, documents in self._corpus.paths().items()}
-        found = discover(paths, exclude, {*sources, *known})
+        found = discover(paths, exclude, {*sources, *known}, reads_images=self._reader.reads_images)
         for folder, reason in found.failures:
             self._fail(folder, reason)
         self._sizes = {path: _size(path) for path in found.files}

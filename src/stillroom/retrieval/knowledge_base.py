@@ -43,6 +43,7 @@ from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ingest import AddObserver, AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.loaders.document_metadata import given_metadata
+from stillroom.retrieval.loaders.ocr_use import check_installed
 from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.reranker import Reranker
 from stillroom.retrieval.store.corpus import Corpus
@@ -171,10 +172,13 @@ class KnowledgeBase:
             KnowledgeBaseBusyError: Another writer holds the lock.
             ChangeCancelledError: `stop` was cancelled.
             UsageError: A path is empty or does not exist, or a pattern is invalid.
+            ConfigError: `documents.ocr` is on, and its library is not installed.
             IndexUnavailableError: The server with the dense index cannot be reached. Committed batches are kept and
                 sent with the next change.
         """
         given = given_metadata(metadata or {})
+        if self._config.documents.ocr == "on":
+            check_installed()
         with self._lock.held("add"), self._repairs.updating_indexes():
             observer = AddObserver(self.corpus, self.indexes, progress, stop)
             reader = FileReader(self._config.documents, self._unreadable, observer.check)

@@ -25,6 +25,7 @@ from stillroom.retrieval.intake.page_images import PDF, check_width, page_image
 from stillroom.retrieval.intake.reading import FileReader
 from stillroom.retrieval.loaders.formats import is_jsonl
 from stillroom.retrieval.loaders.load_file import load_record
+from stillroom.retrieval.loaders.ocr_use import NUM_OCR_PAGES
 from stillroom.retrieval.loaders.source import opened
 from stillroom.retrieval.store.commit_batch import content_hash_of
 from stillroom.retrieval.store.corpus import Corpus
@@ -33,6 +34,7 @@ from stillroom.retrieval.store.sql_rows import DocumentOrigin
 _MAX_REMEMBERED_CHARS = 1 << 24
 """Text of the documents read last that is kept, so that their parts are shown without reading the files again."""
 _MAX_REMEMBERED_HASHES = 512
+_FROM_OCR = "text as indexed: OCR read it from pictures of the pages, and it may have errors"
 _CHANGED = "the file has changed since it was indexed; add it again to index what it holds now"
 
 _FileState = tuple[int, int, int, int, int]
@@ -74,10 +76,13 @@ class Originals:
         origin = self._origin(document_id)
         path = self._path(origin)
         try:
+            if origin.metadata.get(NUM_OCR_PAGES):  # reading it again would take seconds per page
+                with self._verified(origin, path):
+                    return _content(origin, self._indexed(document_id), _FROM_OCR, has_file=True)
             document = self._read(origin, path, stop or Cancellation())
         except DocumentError as error:
             reason = str(error).removeprefix(f"{path}: ")
-            return _content(origin, self._indexed(document_id), f"text as indexed: {reason}")
+            return _content(origin, self._indexed(document_id), f"text as indexed: {reason}", has_file=False)
         return _content(origin, document.paragraphs)
 
     @contextlib.contextmanager
@@ -164,7 +169,9 @@ class Originals:
             yield OriginalFile(path.name, stream, status, sha256)
 
 
-def _content(origin: DocumentOrigin, paragraphs: tuple[Paragraph, ...], notice: str = "") -> DocumentContent:
+def _content(
+    origin: DocumentOrigin, paragraphs: tuple[Paragraph, ...], notice: str = "", *, has_file: bool = True
+) -> DocumentContent:
     num_pages = origin.metadata.get("num_pages")
     return DocumentContent(
         document_id=origin.document_id,
@@ -177,8 +184,8 @@ def _content(origin: DocumentOrigin, paragraphs: tuple[Paragraph, ...], notice: 
             num_pages if isinstance(num_pages, int) else 0,
             max((paragraph.end_page for paragraph in paragraphs), default=0),
         ),
-        has_file=not notice,
-        has_page_images=not notice and origin.path.lower().endswith(PDF),
+        has_file=has_file,
+        has_page_images=has_file and origin.path.lower().endswith(PDF),
     )
 
 

@@ -42,7 +42,8 @@ def test_folder_of_all_formats_is_added_and_failures_have_reasons(open_kb: OpenK
     report = kb.add([docs])
     assert report.num_added == 27
     assert reasons(report) == {
-        "scan.pdf": "no text on its 1 pages (scanned?); add a text layer first, for example with ocrmypdf",
+        "scan.pdf": "no text on its 1 pages (scanned?); read them by OCR: pip install 'stillroom[ocr]', then "
+        "documents.ocr = 'on' or stillroom add --ocr; or add a text layer, for example with ocrmypdf",
         "secret.pdf": "protected by a password; save it without one",
         "empty.docx": "empty: it has 0 bytes",
         "old.xls": "Stillroom does not read this format; save it as .xlsx",

@@ -9,8 +9,12 @@ from urllib.parse import quote
 
 import docx
 import openpyxl
+import pypdfium2 as pdfium
+from PIL.Image import Image
 from pptx import Presentation
 from pptx.util import Inches
+from reportlab.lib.pagesizes import A4
+from reportlab.lib.utils import ImageReader
 from reportlab.pdfgen.canvas import Canvas
 
 from stillroom.config.documents_settings import DocumentsConfig
@@ -22,10 +26,10 @@ Line = tuple[float, str]
 """Type size in points and text; an empty text is a gap."""
 
 
-def parsed(name: str, data: bytes | str, **limits: int) -> Document:
+def parsed(name: str, data: bytes | str, **settings: Any) -> Document:
     """What a loader makes of these bytes."""
     data = data.encode() if isinstance(data, str) else data
-    return parse(File(Path("/files") / name, data, DocumentsConfig(**limits)))
+    return parse(File(Path("/files") / name, data, DocumentsConfig(**settings)))
 
 
 def says(document: Document) -> list[tuple[tuple[str, ...], str]]:
@@ -74,6 +78,26 @@ def image_pdf() -> bytes:
     canvas = Canvas(target, invariant=True)
     canvas.rect(100, 100, 300, 300, fill=1)
     canvas.showPage()
+    canvas.save()
+    return target.getvalue()
+
+
+def scan(lines: Sequence[Line], dpi: float = 120) -> Image:
+    """The picture of the upper third of a page, with these lines, in grey."""
+    page = pdfium.PdfDocument(pdf([lines]))[0]
+    picture: Image = page.render(scale=dpi / 72).to_pil().convert("L")
+    return picture.crop((0, 0, picture.width, picture.height // 3))
+
+
+def scanned_pdf(pictures: Iterable[Image | None]) -> bytes:
+    """A PDF with a picture on each page; None is a blank page."""
+    target = BytesIO()
+    canvas = Canvas(target, invariant=True)
+    for picture in pictures:
+        if picture is not None:
+            canvas.setPageSize((A4[0], A4[0] * picture.height / picture.width))
+            canvas.drawImage(ImageReader(picture), 0, 0, *canvas._pagesize)
+        canvas.showPage()
     canvas.save()
     return target.getvalue()
 

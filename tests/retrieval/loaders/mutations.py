@@ -54,6 +54,7 @@ def seeds() -> dict[str, bytes]:
         "a.rst": b"Keys\n====\n\n.. note:: a\n\n   b :role:`c <d>` [1]_\n\n.. [1] foot\n\n+---+\n| a |\n+---+\n",
         "a.ipynb": b'{"cells": [{"cell_type": "code", "source": ["a"], '
         b'"outputs": [{"data": {"text/plain": "1"}}]}], "metadata": {}}',
+        "a.png": b"\x89PNG\r\n\x1a\n",
         "a.csv": b'Name;Days\ncellar;"3\n4"\n',
         "a.py": b"# coding: utf-8\n@a\nclass A:\n    def b(self):\n        return '''x'''\n",
         "a.rs": b"pub struct Key {\n  id: u8,\n}\nimpl Key {\n  pub fn turn(&self) {\n  }\n}\n",

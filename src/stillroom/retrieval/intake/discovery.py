@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stillroom.errors import UsageError
 from stillroom.retrieval.intake.ignoring import IgnoreRules
-from stillroom.retrieval.loaders.formats import UNSUPPORTED, format_of, is_jsonl
+from stillroom.retrieval.loaders.formats import UNSUPPORTED, format_of, is_image, is_jsonl
 from stillroom.retrieval.loaders.jsonl import looks_like_corpus
 
 _MAX_OTHERS = 10
@@ -55,17 +55,25 @@ class Discovery:
         return bool(around) and all(rules.ignores_within(Path(path)) for rules in around)
 
 
-def discover(paths: Sequence[str | Path], exclude: Sequence[str] = (), known: Collection[str] = ()) -> Discovery:
+def discover(
+    paths: Sequence[str | Path],
+    exclude: Sequence[str] = (),
+    known: Collection[str] = (),
+    *,
+    reads_images: bool = False,
+) -> Discovery:
     """Find the files to load. A file among `paths` is loaded whatever its name, unless `exclude` matches.
 
     Args:
         exclude: Patterns as in .gitignore, relative to each folder; for files among `paths` they match the name.
-        known: Paths of indexed files: a JSONL file among them is loaded whatever its first record is now.
+        known: Paths of indexed files: a JSONL file among them is loaded whatever its first record is now, and an image
+            whether or not `reads_images`.
+        reads_images: Whether image files of folders are loaded.
 
     Raises:
         UsageError: A path is empty or does not exist, or a pattern is invalid.
     """
-    walk = _Walk(exclude, known)
+    walk = _Walk(exclude, known, reads_images)
     for path in paths:
         walk.add(path)
     folders = tuple(rules.root for rules in walk.rules)
@@ -73,13 +81,14 @@ def discover(paths: Sequence[str | Path], exclude: Sequence[str] = (), known: Co
 
 
 class _Walk:
-    def __init__(self, exclude: Sequence[str], known: Collection[str]) -> None:
+    def __init__(self, exclude: Sequence[str], known: Collection[str], reads_images: bool) -> None:
         self.files: dict[Path, None] = {}
         self.failures: list[tuple[Path, str]] = []
         self.skipped = Skipped()
         self.rules: list[IgnoreRules] = []
         self._exclude = exclude
         self._known = known
+        self._reads_images = reads_images
 
     def add(self, path: str | Path) -> None:
         check_exists(path)
@@ -136,6 +145,8 @@ class _Walk:
         if is_jsonl(path):
             is_queries = path.stem == "queries" and os.path.exists(path.with_stem("corpus"))
             return not is_queries and (str(path) in self._known or looks_like_corpus(path))
+        if is_image(path):
+            return self._reads_images or str(path) in self._known
         return format_of(path) is not None or path.suffix.lower() in UNSUPPORTED
 
 

@@ -1,6 +1,7 @@
 """The parsing process, `python -m stillroom.retrieval.intake.parse_worker FD`, and the encoding of its replies.
 
 `parsing` starts it. Over one socket it receives paths and sends a document or a reason, until the other end is closed.
+Before each page that it reads by OCR, it sends the page's number.
 Replies are JSON, not pickle: a file that takes over this process must not take over the parent.
 """
 
@@ -10,6 +11,8 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,15 +37,25 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             path = Path(os.fsdecode(connection.recv_bytes()))
-            # if the parent has died and a loader hangs, the alarm ends this process
-            signal.setitimer(signal.ITIMER_REAL, 2 * config.timeout_s + 10)
-            connection.send_bytes(_answer(path, config))
+            _set_alarm(config.timeout_s)
+            connection.send_bytes(_answer(path, config, partial(_begin_page, connection, config)))
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(path: Path, config: DocumentsConfig) -> bytes:
+def _begin_page(connection: Connection, config: DocumentsConfig, page: int) -> None:
+    """Tell the parent that OCR of a page begins, which has a time limit of its own."""
+    _set_alarm(config.ocr_page_timeout_s)
+    connection.send_bytes(json.dumps({"page": page}).encode())
+
+
+def _set_alarm(limit_s: float) -> None:
+    """If the parent has died and a loader hangs, the alarm ends this process."""
+    signal.setitimer(signal.ITIMER_REAL, 2 * limit_s + 10)
+
+
+def _answer(path: Path, config: DocumentsConfig, on_page: Callable[[int], None]) -> bytes:
     try:
-        (document,) = load(path, config)
+        (document,) = load(path, config, on_page)
         return encode_document(document)
     except DocumentError as error:
         return json.dumps({"error": str(error)}).encode()

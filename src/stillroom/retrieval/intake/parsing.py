@@ -123,7 +123,8 @@ class _Process:
         """Send a path and return the reply.
 
         Raises:
-            DocumentError: The process took longer than `documents.timeout_s`, or ended.
+            DocumentError: The process took longer than `documents.timeout_s` or `ocr_page_timeout_s`, or ended.
+            ValueError: The reply is invalid.
             ReaderUnavailableError: The process ended before it was ready.
         """
         self.num_files += 1
@@ -134,15 +135,26 @@ class _Process:
                 self._connection.recv_bytes()
                 self._is_ready = True
             self._connection.send_bytes(os.fsencode(path))
-            limit_s = self._config.timeout_s
-            if not self._connection.poll(limit_s):
-                raise self._failure(
-                    f"{path}: took longer than documents.timeout_s ({limit_s:g} s); split it or raise the limit"
-                )
-            answer: dict[str, object] = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
+            return self._answer(path)
         except (EOFError, OSError) as error:
             raise self._failure(f"{path}: {self._exit_reason()}") from error
-        return answer
+
+    def _answer(self, path: Path) -> dict[str, object]:
+        """Wait for the reply. Pages read by OCR have time limits of their own, and their number is limited."""
+        limit_s = self._config.timeout_s
+        too_slow = f"took longer than documents.timeout_s ({limit_s:g} s); split it or raise the limit"
+        for _ in range(self._config.ocr_max_pages + 1):
+            if not self._connection.poll(limit_s):
+                raise self._failure(f"{path}: {too_slow}")
+            answer: dict[str, object] = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
+            if "page" not in answer:
+                return answer
+            limit_s = self._config.ocr_page_timeout_s
+            too_slow = (
+                f"OCR of page {answer['page']} took longer than documents.ocr_page_timeout_s ({limit_s:g} s); "
+                "raise the limit"
+            )
+        raise ValueError("more pages than documents.ocr_max_pages")
 
     def _failure(self, reason: str) -> DocumentError:
         return DocumentError(reason) if self._is_ready else ReaderUnavailableError(reason)
@@ -185,4 +197,5 @@ def _start(descriptor: int) -> "subprocess.Popen[bytes]":
 def worker_environment() -> dict[str, str]:
     """Return the environment of a parsing process: only what Python needs to start, no API keys."""
     kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    kept |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # their buffers would count as memory of the reader
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

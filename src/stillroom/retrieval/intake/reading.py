@@ -14,7 +14,7 @@ from stillroom.core.document import Document
 from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.intake.parsing import ParserPool
 from stillroom.retrieval.loaders.document_metadata import GivenMetadata, sidecar_of, with_given
-from stillroom.retrieval.loaders.formats import format_of, is_jsonl
+from stillroom.retrieval.loaders.formats import format_of, is_image, is_jsonl
 from stillroom.retrieval.loaders.load_file import load
 from stillroom.retrieval.loaders.source import check_size, opened
 from stillroom.retrieval.store.sql_rows import SourceFile
@@ -25,6 +25,8 @@ _CHECK_SECONDS = 0.1
 """Interval of cancellation checks while a parsing process works."""
 _MAX_INLINE = 16
 """Number of small texts parsed in this process before parsing processes are started."""
+_OCR_MARK = ":ocr"
+"""End of the hash of a file that was read while `documents.ocr` was on."""
 
 Failures = dict[Path, tuple[SourceFile, str]]
 """Files that could not be parsed, with their state and the reason."""
@@ -84,6 +86,11 @@ class FileReader:
                 self._pool.close()
 
     @property
+    def reads_images(self) -> bool:
+        """Whether image files of folders are read."""
+        return self._config.ocr == "on"
+
+    @property
     def max_chunks(self) -> int:
         """Maximum number of chunks of a document."""
         return self._config.max_chunks
@@ -102,6 +109,7 @@ class FileReader:
         try:
             source = source_of(path, known, self._config)
             source = dataclasses.replace(source, metadata=with_given(known.metadata if known else {}, given))
+            source = _marked(source, known, self._config)
         except DocumentError as error:
             return CheckedFile(path, error=error)
         is_same = known is not None and (known.content_hash, known.metadata) == (source.content_hash, source.metadata)
@@ -158,6 +166,27 @@ def source_of(path: Path, known: SourceFile | None, config: DocumentsConfig) -> 
     if states and known is not None and (known.size, known.mtime_ns) == (size, mtime_ns):
         return known
     return SourceFile(str(path), size, mtime_ns, ":".join(_file_hash(file, config) for file in files))
+
+
+def _marked(source: SourceFile, known: SourceFile | None, config: DocumentsConfig) -> SourceFile:
+    """Return the state of a file with the mark of OCR in its hash.
+
+    So a file that was read while OCR was off is read again when it is on. A file that was read with OCR stays as it is
+    when OCR is off, until it or its metadata change.
+    """
+    path = Path(source.path)
+    if path.suffix.lower() != ".pdf" and not is_image(path):
+        return source
+    plain = without_ocr_mark(source.content_hash)
+    if config.ocr == "on":
+        return dataclasses.replace(source, content_hash=plain + _OCR_MARK)
+    is_same = known is not None and (known.content_hash, known.metadata) == (plain + _OCR_MARK, source.metadata)
+    return dataclasses.replace(source, content_hash=plain + _OCR_MARK if is_same else plain)
+
+
+def without_ocr_mark(content_hash: str) -> str:
+    """Return the hashes of a file and its sidecar alone."""
+    return content_hash.removesuffix(_OCR_MARK)
 
 
 def _file_hash(path: Path, config: DocumentsConfig) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 JSONL = frozenset({".jsonl", ".ndjson"})
+IMAGES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".webp"})
 
 _TEXT = ".txt .text .tex .org .adoc .asciidoc"
 _CODE = """
@@ -57,6 +58,7 @@ _FORMATS = {
     ".pptx": Format("slides", "parse_slides", is_text=False),
     **dict.fromkeys((".xlsx", ".xlsm"), Format("sheets", "parse_sheets", is_text=False)),
     ".epub": Format("epub", "parse_epub", is_text=False),
+    **dict.fromkeys(IMAGES, Format("image", "parse_image", is_text=False)),
 }
 
 UNSUPPORTED = {
@@ -84,3 +86,8 @@ def format_of(path: Path) -> Format | None:
 def is_jsonl(path: Path) -> bool:
     """Return whether each line of a file is a document."""
     return path.suffix.lower() in JSONL
+
+
+def is_image(path: Path) -> bool:
+    """Return whether a file is a picture, which is read if `documents.ocr` is on."""
+    return path.suffix.lower() in IMAGES

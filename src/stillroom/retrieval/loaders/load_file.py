@@ -1,7 +1,7 @@
 """Loads one file into documents; every fault of the file is a DocumentError."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stillroom.config.documents_settings import DocumentsConfig
@@ -16,11 +16,14 @@ from stillroom.retrieval.loaders.source import File, read_file, text_of, within_
 _DEFAULT = DocumentsConfig()
 
 
-def load(path: Path, config: DocumentsConfig = _DEFAULT) -> Iterator[Document]:
+def load(
+    path: Path, config: DocumentsConfig = _DEFAULT, on_page: Callable[[int], None] = lambda page: None
+) -> Iterator[Document]:
     """Yield the document of a file, or one document per line of a JSONL file.
 
     Args:
         path: Absolute path. A file of unknown format is read as plain text if it is UTF-8.
+        on_page: Called before a page is read by OCR.
 
     Raises:
         DocumentError: The file cannot be read, is malformed or exceeds a limit of `config`.
@@ -29,7 +32,7 @@ def load(path: Path, config: DocumentsConfig = _DEFAULT) -> Iterator[Document]:
     if is_jsonl(path):
         yield from map(_storable, parse_jsonl(path, config))
     else:
-        yield parse(read_file(path, config))
+        yield parse(dataclasses.replace(read_file(path, config), on_page=on_page))
 
 
 def load_record(path: Path, number: int, config: DocumentsConfig) -> Document:

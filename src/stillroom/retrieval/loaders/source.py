@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -51,6 +51,8 @@ class File:
     """Absolute path."""
     data: bytes
     config: DocumentsConfig
+    on_page: Callable[[int], None] = lambda page: None
+    """Called before a page, from 1, is read by OCR: its time limit begins."""
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from stillroom.core.sqlite_errors import code_of, reason_of
 from stillroom.errors import CorruptKnowledgeBaseError, DocumentError, StorageError
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.indexes import Indexes
-from stillroom.retrieval.intake.reading import source_of
+from stillroom.retrieval.intake.reading import source_of, without_ocr_mark
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS
 from stillroom.retrieval.uploaded_files import uploaded_files
@@ -112,7 +112,7 @@ def _check_uploads(folder: Path, corpus: Corpus, config: DocumentsConfig) -> Ite
         source = sources.get(name)
         if source is None or (not source.content_hash and name not in paths):
             unknown.append(path)
-        elif source.content_hash and _hash(path, config) != source.content_hash:
+        elif source.content_hash and _hash(path, config) != without_ocr_mark(source.content_hash):
             changed.append(path)  # without a hash, some of its records were removed
     if unknown:
         yield finding(
