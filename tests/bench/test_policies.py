@@ -10,16 +10,27 @@ import pytest
 
 from stillroom.core.kv import NodeKey
 from stillroom.errors import UsageError
-from stillroom.kvcache.tree.eviction import gdsf, lfu, lru, pgdsf, prefix_heat, tamm
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.tree.eviction import NodeUse, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
 from stillroom_bench.experiments.experiment_options import PoliciesOptions
 from stillroom_bench.experiments.policies import ARMS, BELADY, DEFAULT, losses, run_policies
+from stillroom_bench.experiments.policy_choice import (
+    ANYWHERE_ARMS,
+    CHANGES,
+    cost_cases,
+    gdsf_by_size,
+    run_policy_choice,
+)
+from stillroom_bench.experiments.policy_choice import ARMS as CHOICE_ARMS
 from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS
 from stillroom_bench.loads.reuse_workloads import (
     MMLU_LIKE,
     SYSTEM_TOKENS,
     Ask,
+    Lengths,
     ReuseWorkload,
+    changing_workload,
     document_ask,
     made_workload,
     retrieved_workload,
@@ -119,6 +130,58 @@ def test_generated_workload_is_reproducible_and_has_the_requested_skew() -> None
     assert sum(popular[:6]) / 3000 == pytest.approx(0.6, abs=0.03)
     assert all(len({piece.content for piece in ask.pieces}) == 3 for ask in one.asks), "no document twice"
     assert zipf_exponent(100, 0.03) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_popular_documents_change_at_equal_distances() -> None:
+    requests = changing_workload(Lengths(400.5, 0.0), num_changes=2, num_asks=900, num_documents=60, seed=3)
+    firsts = [ask.pieces[1].content for ask in requests.asks]
+    most_popular = [max(set(part), key=part.count) for part in (firsts[:300], firsts[300:600], firsts[600:])]
+
+    assert len(set(most_popular)) == 3
+    assert {piece.num_tokens for ask in requests.asks for piece in ask.pieces[1:]} == {400}
+    assert all(len({piece.content for piece in ask.pieces}) == 3 for ask in requests.asks), "no document twice"
+
+
+def test_reuse_at_any_position_counts_placed_documents_and_recomputed_tokens() -> None:
+    """B was computed behind A. Asked for behind C, nothing of its old context is there again, so CFO is the CCI."""
+    requests = workload("AB", "AB", "CB")
+    anywhere = AnywhereOptions(recompute_ratio=0.0, selector="question", alpha=1.0)
+
+    exact, placed = (replay(requests, Capacity(1.2), Setup(anywhere=one)) for one in (None, anywhere))
+
+    assert exact.hits == [0, 2 * SIZE, 0] and placed.hits == [0, 2 * SIZE, SIZE // 4]
+    assert (exact.document_hit_rate, placed.document_hit_rate) == (2 / 6, 3 / 6)
+
+
+def test_reusability_keeps_what_was_reused_most_with_the_least_recomputed() -> None:
+    """Two of three documents fit. A is used twice after it was computed, B is used last."""
+    assert hits(workload(*"AAABCA"), 2, Setup(policy=reusability))[-1] == 1
+    assert hits(workload(*"AAABCA"), 2, Setup(policy=lru))[-1] == 0
+
+
+def test_gdsf_with_cost_by_size_ignores_what_a_token_costs() -> None:
+    use = NodeUse(NodeKey(b"x" * 32), 40, 1.5, 3.0, 0.2, 0.7, 0.9, 5, 1.0, 1)
+    assert gdsf_by_size(use) == gdsf_by_size(use._replace(num_tokens=400, cost_alone=7.0, avg_cost=9.0)) == 4.5
+
+
+def test_costs_of_a_token_are_equal_or_rise_with_the_prompt() -> None:
+    def per_token(name: str, count: int) -> float:
+        return cost_cases()[name][1].prefill_seconds(0, count) / count
+
+    equal, paper, long = cost_cases()
+    assert per_token(equal, 100) == pytest.approx(per_token(equal, 8000))
+    assert per_token(long, 40_000) > 4 * per_token(long, 1000) > 0
+    assert per_token(paper, 100) > 2 * per_token(paper, 2000), "a step costs something beside its tokens"
+
+
+@pytest.mark.slow  # measures every arm
+def test_report_of_changing_traffic_has_every_case_and_interval() -> None:
+    result = run_policy_choice(PoliciesOptions(num_asks=120, changing=True, repeat=2))
+    rows, anywhere = result.tables.values()
+
+    assert len(rows) == len(cost_cases()) * len(CHANGES) * len(CHOICE_ARMS)
+    assert len(anywhere) == 4 * len(ANYWHERE_ARMS)
+    assert all("[" in row["tokens / pgdsf"] for row in rows if row["policy"] != "pgdsf")
 
 
 def test_replay_is_deterministic() -> None:

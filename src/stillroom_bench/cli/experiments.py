@@ -77,6 +77,7 @@ POLICIES_HELP = help_text(
     examples=(
         "stillroom bench policies",
         "stillroom bench policies --data data --output policies.json",
+        "stillroom bench policies --changing --repeat 6",
     ),
 )
 
@@ -214,8 +215,9 @@ def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":
 
 def _policies(chosen: options.PoliciesOptions, call: Call) -> "BenchResult":
     from stillroom_bench.experiments.policies import run_policies
+    from stillroom_bench.experiments.policy_choice import run_policy_choice
 
-    return run_policies(chosen, call.say)
+    return (run_policy_choice if chosen.changing else run_policies)(chosen, call.say)
 
 
 def _structures(chosen: options.StructuresOptions, call: Call) -> "BenchResult":

@@ -61,6 +61,11 @@ class PoliciesOptions:
     )
     repeat: int = repeat_flag(1, "Number of seeds of the generated workloads.")
     seed: int = seed_flag()
+    changing: bool = flag(
+        False,
+        "Instead, compare where costs per token differ and popular documents change, and under reuse at any position; "
+        "give --repeat for intervals.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

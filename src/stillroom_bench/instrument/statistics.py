@@ -183,6 +183,17 @@ def ratio_of_means(
     return _interval(a.mean(), b.mean(), a[rows].mean(axis=1), b[rows].mean(axis=1))
 
 
+def ratio_of_pairs(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """Return the geometric mean of positive paired ratios with Student's t interval of their logarithms.
+
+    For few pairs, such as seeds, of which a bootstrap would be too narrow; no interval for a single pair.
+    """
+    logs = np.log(np.asarray(numerator, dtype=np.float64) / np.asarray(denominator, dtype=np.float64))
+    mean = float(logs.mean())
+    half = _half_width(float(logs.std(ddof=1)), logs.size) if logs.size > 1 else math.nan
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
 def _interval(numerator: Any, denominator: Any, numerators: FloatArray, denominators: FloatArray) -> Interval:
     """Return the interval of a ratio; infinite if a denominator is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):

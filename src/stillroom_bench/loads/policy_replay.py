@@ -9,10 +9,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.prompt import SegmentKind
+from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
@@ -104,6 +109,9 @@ class Setup:
     """Waiting requests that look-ahead sees; 0 disables it."""
     admits_by_frequency: bool = False
     always_loads: bool = True
+    anywhere: AnywhereOptions | None = None
+    """Reuse documents behind the exact prefix at other positions too; None: exact prefixes only."""
+    half_life_uses: float = TreeOptions().half_life_uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,9 @@ class PolicyOutcome:
     """Modelled seconds without reuse."""
     hits: list[int] = field(default_factory=list)
     """Reused document tokens of each request."""
+    num_documents: int = 0
+    num_hit_documents: int = 0
+    """Documents whose KV was reused, recomputed tokens or not."""
 
     @property
     def hit_rate(self) -> float:
@@ -143,6 +154,11 @@ class PolicyOutcome:
     @property
     def saved_share(self) -> float:
         return self.saved_seconds / self.total_seconds
+
+    @property
+    def document_hit_rate(self) -> float:
+        """Share of documents that were reused: the hit rate of RAGCache 7.3."""
+        return self.num_hit_documents / self.num_documents
 
 
 def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: CostProfile = PROFILE) -> PolicyOutcome:
@@ -155,12 +171,13 @@ def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: C
         policy=oracle or setup.policy or pgdsf,
         looks_ahead=setup.queue > 0,
         admits_by_frequency=setup.admits_by_frequency,
+        half_life_uses=setup.half_life_uses,
     )
     number = 0
     pool = BlockPool(capacity.num_blocks(workload), workload.block_size)
     tree = KnowledgeTree(pool, NoMover(), profile, options, lambda: float(number))
     keys = PrefixKeys(b"", tail_tokens=workload.block_size)
-    manager = KVCacheManager(pool, Reuse(tree, keys, setup.always_loads))
+    manager = KVCacheManager(pool, Reuse(tree, keys, setup.always_loads, setup.anywhere))
     leases = [_lease(ask, workload.block_size) for ask in workload.asks[: setup.queue]]
     for lease in leases:
         manager.protect(lease)
@@ -184,10 +201,29 @@ def _lease(ask: Ask, block_size: int) -> Lease:
 
 
 def _serve(manager: KVCacheManager, lease: Lease, ask: Ask, outcome: PolicyOutcome) -> None:
-    num_cached = manager.try_admit(lease, ask.segment_lengths)
-    assert num_cached is not None and lease.reuse is not None, "the device holds every single request"
-    manager.commit(lease, ask.num_tokens)
-    manager.release(lease)
-    outcome.hits.append(max(0, num_cached - ask.free_tokens))
+    reuse, _ = serve(manager, lease, ask)
+    documents = [one for one in reuse.segments if one.kind is SegmentKind.CHUNK]
+    outcome.num_documents += len(documents)
+    outcome.num_hit_documents += sum(one.source is not None for one in documents)
+    outcome.hits.append(max(0, reuse.num_cached_tokens - ask.free_tokens))
     outcome.num_hit_tokens += outcome.hits[-1]
-    outcome.saved_seconds += lease.reuse.saved_seconds
+    outcome.saved_seconds += reuse.saved_seconds
+
+
+def serve(manager: KVCacheManager, lease: Lease, ask: Ask) -> tuple[PromptReuse, int]:
+    """Serve one request. Returns its reuse and the number of tokens of its query pass."""
+    num_cached = manager.try_admit(lease, ask.segment_lengths)
+    assert num_cached is not None, "the device holds every single request"
+    num_query_pass = 0
+    if lease.recompute is not None and lease.recompute.needs_query_pass:
+        num_query_pass = len(lease.recompute.query_pass_positions(ask.num_tokens, ask.num_tokens))
+        num_keys = len(lease.recompute.context) + num_query_pass
+        seen_L2K = np.zeros((1, 2, num_keys), np.float32)  # the values change which tokens are recomputed, not how many
+        manager.take_attention(lease, seen_L2K)
+    manager.commit(lease, ask.num_tokens)
+    if lease.recompute is not None:
+        manager.end_recompute(lease)
+    reuse = lease.reuse
+    assert reuse is not None
+    manager.release(lease)
+    return reuse, num_query_pass

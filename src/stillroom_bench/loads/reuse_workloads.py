@@ -102,6 +102,50 @@ def zipf_exponent(num_documents: int, top_share: float, top: float = 0.03) -> fl
     return (low + high) / 2
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A log-normal distribution of document lengths, in tokens."""
+
+    median: float = 400.0
+    spread: float = 0.8
+    """Sigma of the logarithm."""
+    most: int = 4096
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Draw lengths of at least 32 tokens."""
+        drawn = rng.lognormal(np.log(self.median), self.spread, count)
+        return np.clip(drawn, 32, self.most).astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def changing_workload(
+    lengths: Lengths, *, num_changes: int, num_asks: int = 600, num_documents: int = 400, top_k: int = 2, seed: int = 0
+) -> ReuseWorkload:
+    """Generate requests whose popular documents change at once, `num_changes` times, at equal distances.
+
+    Popularity, and the documents beside the first, are those of `made_workload` with `MMLU_LIKE`: at each change every
+    document takes the place of another one in the order of popularity, and keeps its length and similar documents.
+    """
+    rng = np.random.default_rng([seed, num_changes, 5])
+    weights = np.arange(1, num_documents + 1, dtype=float) ** -zipf_exponent(num_documents, MMLU_LIKE.top_share)
+    shares = weights / weights.sum()
+    tokens = lengths.draw(rng, num_documents)
+    similar = rng.choice(num_documents, size=(num_documents, 4 * top_k), p=shares).tolist()
+    phase = -(-num_asks // (num_changes + 1))
+    asks = []
+    for number in range(num_asks):
+        if number % phase == 0:
+            order = rng.permutation(num_documents).tolist()
+        chosen = [order[rng.choice(num_documents, p=shares)]]
+        while len(chosen) < top_k:
+            near = (one for one in similar[chosen[0]] if one not in chosen)
+            one = next(near, None) if rng.random() < 0.5 else None
+            while one is None or one in chosen:
+                one = order[rng.choice(num_documents, p=shares)]
+            chosen.append(one)
+        asks.append(document_ask([(str(one), tokens[one]) for one in chosen]))
+    return ReuseWorkload(f"{num_changes} changes", tuple(asks))
+
+
 def made_workload(
     popularity: Popularity, top_k: int, *, num_asks: int, num_documents: int = 1000, follow: float = 0.5, seed: int = 0
 ) -> ReuseWorkload:

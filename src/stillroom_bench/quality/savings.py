@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from stillroom.core.prompt import SegmentKind
-from stillroom.core.reuse import PromptReuse
 from stillroom.errors import UsageError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
@@ -28,7 +25,7 @@ from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.loads.policy_replay import PROFILE, NoMover
+from stillroom_bench.loads.policy_replay import PROFILE, NoMover, serve
 from stillroom_bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
 from stillroom_bench.quality.quality_options import SavingsOptions
@@ -147,7 +144,8 @@ def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsO
             contents = [piece.content for piece in ask.pieces[1:]]
             order = set_cache_order(tree, tree.get(ask.pieces[0].key), contents)
             ask = _ask(request, [request.documents[at] for at in order])
-        reuse, num_query_pass = _serve(manager, ask)
+        lease = Lease(ask.prompt, BlockTable(BLOCK_SIZE, ask.num_tokens), ask.pieces)
+        reuse, num_query_pass = serve(manager, lease, ask)
         _count(outcome, request, seen)
         outcome.num_computed += ask.num_tokens - reuse.num_cached_tokens + num_query_pass
         outcome.num_redundant_computed -= sum(
@@ -196,26 +194,6 @@ def set_cache_order(tree: KnowledgeTree, root: Node | None, contents: Sequence[b
 
 def _ask(request: Retrieved, documents: Sequence[str]) -> Ask:
     return document_ask([(text, count_tokens(text)) for text in documents], request.question_tokens)
-
-
-def _serve(manager: KVCacheManager, ask: Ask) -> tuple[PromptReuse, int]:
-    """Serve one request. Returns its reuse and the number of tokens of its query pass."""
-    lease = Lease(ask.prompt, BlockTable(BLOCK_SIZE, ask.num_tokens), ask.pieces)
-    num_cached = manager.try_admit(lease, ask.segment_lengths)
-    assert num_cached is not None, "the device holds every single prompt"
-    num_query_pass = 0
-    if lease.recompute is not None and lease.recompute.needs_query_pass:
-        num_query_pass = len(lease.recompute.query_pass_positions(ask.num_tokens, ask.num_tokens))
-        num_keys = len(lease.recompute.context) + num_query_pass
-        seen_L2K = np.zeros((1, 2, num_keys), np.float32)  # the values change which tokens are recomputed, not how many
-        manager.take_attention(lease, seen_L2K)
-    manager.commit(lease, ask.num_tokens)
-    if lease.recompute is not None:
-        manager.end_recompute(lease)
-    reuse = lease.reuse
-    assert reuse is not None
-    manager.release(lease)
-    return reuse, num_query_pass
 
 
 def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:

@@ -17,6 +17,7 @@ from stillroom_bench.instrument.statistics import (
     paired_tests,
     ratio_of_means,
     ratio_of_medians,
+    ratio_of_pairs,
     summarise,
     summarise_shares,
     wilson,
@@ -166,3 +167,12 @@ def test_report_shows_one_sample_without_interval_and_class() -> None:
     assert found["b"]["mean"] == "0.25" and found["b"]["x baseline"] == "0.5"
     assert (found["b"]["p95"], found["b"]["CV"], found["b"]["class"]) == ("", "", "one sample")
     assert result.to_json()["arms"]["b"]["seconds"]["ratio_to_baseline"] == {"value": 0.5, "low": None, "high": None}
+
+
+def test_ratio_of_pairs_is_students_t_of_the_logarithms() -> None:
+    found = ratio_of_pairs([2.0, 4.0, 8.0], [1.0, 2.0, 2.0])
+    logs = np.log([2.0, 2.0, 4.0])
+    low, high = stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs))
+
+    assert (found.value, found.low, found.high) == pytest.approx(tuple(np.exp([logs.mean(), low, high])))
+    assert math.isnan(ratio_of_pairs([3.0], [2.0]).low)
