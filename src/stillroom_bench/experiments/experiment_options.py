@@ -23,7 +23,10 @@ from stillroom_bench.loads.popularity import CURVES, Companions
 
 SYSTEM_TOKENS = 32
 """Tokens of the system prompt of `bench anywhere` and `bench preloading`."""
-EXPERIMENTS = "overall, top-k, large-models, policies, reordering, speculation, scheduling or cache-craft"
+EXPERIMENTS = (
+    "overall, top-k, large-models, policies, reordering, speculation, scheduling, cache-craft or held-out (what was no "
+    "input of the models)"
+)
 OFF = "off"
 DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
 """No reuse; LRU on the device only, as in prefix caching; device, host and disk with RAGCache's eviction policy; the

@@ -15,11 +15,14 @@ from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments.experiment_options import SimulateOptions
+from stillroom_bench.experiments.held_out import held_out
 from stillroom_bench.experiments.machines import load_machine
 from stillroom_bench.experiments.reuse_figures import sustained_rate
 from stillroom_bench.experiments.simulate_speculation import speculation
 from stillroom_bench.experiments.simulated_cases import (
+    OVERLOAD,
     QUESTION_TOKENS,
+    RATES,
     SGLANG,
     SYSTEM_TOKENS,
     VLLM,
@@ -35,12 +38,9 @@ from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 
 GIB = 2**30
-RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)
-"""Multiples of the sequential throughput without reuse."""
 MODERATE = 0.67
 """RAGCache's 0.8 requests per second (7.3), relative to vLLM: RAGCache sustains almost 2.5, up to 2.1 times as many as
 vLLM, so 0.8 / (2.5 / 2.1)."""
-_OVERLOAD = 5.0
 _NOTES = (
     "Simulated: Stillroom's engine, scheduler, tree and policies on a modelled machine; no model runs.",
     "Rates are multiples of the sequential throughput without reuse.",
@@ -65,9 +65,7 @@ def _compared(case: Case, load: str, papers: Papers, say: Say) -> Tables:
         say(f"{load}, {name}")
         found[name] = case.run(system, rates)
     sustained = {
-        name: sustained_rate(
-            [(rate, one.mean) for rate, one in zip(rates, ones, strict=True)], _OVERLOAD * ones[0].mean
-        )
+        name: sustained_rate([(rate, one.mean) for rate, one in zip(rates, ones, strict=True)], OVERLOAD * ones[0].mean)
         for name, ones in found.items()
     }
     rows: list[dict[str, Any]] = []
@@ -176,7 +174,7 @@ def reordering(options: SimulateOptions, say: Say) -> Tables:
             rates = [rate * service for rate in RATES]
             arrived = case.ragcache(size * GIB, scheduling="first_come")
             points = [(rate, one.mean) for rate, one in zip(rates, case.run(arrived, rates), strict=True)]
-            rate = 1.1 * sustained_rate(points, _OVERLOAD * points[0][1])
+            rate = 1.1 * sustained_rate(points, OVERLOAD * points[0][1])
             first, second = (case.run(system, [rate])[0] for system in (arrived, case.ragcache(size * GIB)))
             row: dict[str, Any] = {"curve": curve, "host": f"{size} GiB", "requests/s": rate}
             row |= {"first come s": first.mean, "cache first s": second.mean, "ratio": first.mean / second.mean}
@@ -265,6 +263,7 @@ EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
     "speculation": speculation,
     "scheduling": scheduling,
     "cache-craft": cache_craft,
+    "held-out": held_out,
 }
 
 

@@ -17,6 +17,10 @@ from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 Tables = dict[str, list[dict[str, Any]]]
 Say = Callable[[str], None]
 
+RATES = (0.2, 0.5, 0.8, 1.0, 1.3, 1.6, 2.0, 2.5, 3.2, 4.0)
+"""Multiples of the sequential throughput without reuse."""
+OVERLOAD = 5.0
+"""A system sustains a rate below this multiple of its mean time at the lowest rate (RAGCache 7)."""
 SYSTEM_TOKENS, QUESTION_TOKENS = 64, 32
 _MEAN_DOCUMENT, _SPREAD = 3718, 0.8
 
