@@ -200,6 +200,22 @@ def test_cancelled_reading_ends(originals: Originals, add: Add) -> None:
         originals.page_image(document_id, 1, 200, stop)
 
 
+def test_text_from_ocr_is_shown_as_indexed_with_its_file_and_pages(
+    kb: KnowledgeBase, originals: Originals, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = docs / "report.pdf"
+    path.write_bytes(PDF)
+    kb.add([path], metadata={"num_ocr_pages": 1})  # as the loader sets it
+    monkeypatch.setattr("stillroom.retrieval.originals._parse", None)  # OCR would take seconds per page
+    content = originals.content(DocumentId(str(path)))
+    assert (content.source, content.has_file, content.has_page_images) == ("index", True, True)
+    assert "OCR read it" in content.notice and content.num_pages == 2
+    (part,) = content.part(pages=(2, 2))
+    assert "Lock the vault." in part.text
+    path.unlink()
+    assert not originals.content(DocumentId(str(path))).has_file
+
+
 def test_page_of_a_pdf_is_a_png_of_that_width(originals: Originals, add: Add) -> None:
     png = originals.page_image(add("report.pdf", PDF), 2, 300)
 

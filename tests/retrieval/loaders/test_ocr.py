@@ -9,12 +9,17 @@ from PIL import Image
 from reportlab.lib.pagesizes import A4
 from reportlab.pdfgen.canvas import Canvas
 
+from stillroom.config.documents_settings import DocumentsConfig
+from stillroom.config.settings import StillroomConfig
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
+from stillroom.retrieval.intake.parsing import ParserPool
+from tests.retrieval.conftest import OpenKb
 from tests.retrieval.loaders.make import image_pdf, pages, parsed, pdf, says, scan, scanned_pdf
 
 pytest.importorskip("rapidocr")
 pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.slow
 
 GAP = (12.0, "")
 KEYS = [
@@ -74,13 +79,11 @@ def joined(*files: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("angle", [1.5, 90, 180])
-@pytest.mark.slow
 def test_turned_page_is_turned_back(angle: float) -> None:
     turned = scan(lines(KEYS)).rotate(angle, expand=angle == 90, fillcolor=255)
     assert share_of_errors(KEYS, text_of(parsed("a.png", saved(turned, "PNG"), ocr="on"))) <= MAX_ERROR
 
 
-@pytest.mark.slow
 def test_columns_of_a_scan_are_read_one_after_the_other() -> None:
     page = Image.new("L", (1240, 580), 255)
     for left, texts in ((0, KEYS), (620, [*BREAD, "Thank you, and come back soon."])):
@@ -89,7 +92,6 @@ def test_columns_of_a_scan_are_read_one_after_the_other() -> None:
     assert share_of_errors([*KEYS, *BREAD, "Thank you, and come back soon."], found) <= MAX_ERROR
 
 
-@pytest.mark.slow
 def test_each_picture_of_a_tiff_is_a_page() -> None:
     data = saved(scan(lines(KEYS)), "TIFF", save_all=True, append_images=[scan(lines(BREAD))])
     document = parsed("fax.tiff", data, ocr="on")
@@ -100,7 +102,6 @@ def test_each_picture_of_a_tiff_is_a_page() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "transparent", "turned by EXIF", "16 bits"])
-@pytest.mark.slow
 def test_kinds_of_pictures_are_read(kind: str) -> None:
     picture = scan(lines(BREAD))
     if kind == "transparent":  # black on nothing
@@ -115,7 +116,6 @@ def test_kinds_of_pictures_are_read(kind: str) -> None:
     assert share_of_errors(BREAD, text_of(parsed("a.jpg", data, ocr="on"))) <= MAX_ERROR
 
 
-@pytest.mark.slow
 def test_long_receipt_is_read() -> None:
     strip = Image.new("L", (600, 4800), 255)
     for number, text in enumerate(BREAD):
@@ -123,7 +123,30 @@ def test_long_receipt_is_read() -> None:
     assert share_of_errors(BREAD, text_of(parsed("a.png", saved(strip, "PNG"), ocr="on"))) <= MAX_ERROR
 
 
-@pytest.mark.slow
+def test_scan_is_found_at_its_page_by_add_in_a_process(open_kb: OpenKb, docs: Path) -> None:
+    (docs / "scan.pdf").write_bytes(scanned_pdf([scan(lines(BREAD)), scan(lines(KEYS))]))
+    kb = open_kb(StillroomConfig(documents=DocumentsConfig(num_workers=1)))
+    assert "no text on its 2 pages" in kb.add([docs]).failures[0][1]
+    kb.close()
+    kb = open_kb(StillroomConfig(documents=DocumentsConfig(num_workers=1, ocr="on")))
+    assert kb.add([docs]).num_added == 1 and kb.add([docs]).num_unchanged == 1
+    best = kb.search("who holds the keys of the vault", mode="sparse").results[0].chunk
+    assert best.start_page <= 2 <= best.end_page and "keeper and a deputy" in best.text
+
+
+def test_page_over_its_time_limit_fails_one_file(docs: Path) -> None:
+    for name, data in (("scan.pdf", scanned_pdf([scan(lines(KEYS))])), ("text.pdf", pdf([lines(KEYS)]))):
+        (docs / name).write_bytes(data)
+    pool = ParserPool(DocumentsConfig(num_workers=1, ocr="on", ocr_page_timeout_s=0.05))
+    try:
+        with pytest.raises(DocumentError, match=r"OCR of page 1 took longer than documents\.ocr_page_timeout_s"):
+            pool.submit(docs / "scan.pdf").result()
+        assert not pool._all, "its process was ended"
+        assert pool.submit(docs / "text.pdf").result().paragraphs
+    finally:
+        pool.close()
+
+
 def test_drawing_without_letters_is_refused() -> None:
     with pytest.raises(DocumentError, match="no text on its 1 pages, and OCR finds none"):
         parsed("a.pdf", image_pdf(), ocr="on")
@@ -162,7 +185,6 @@ def full_page(number: int) -> tuple[list[str], bytes]:
 
 
 @pytest.mark.parametrize("number", range(len(STYLES)))
-@pytest.mark.slow
 def test_full_pages_have_few_wrong_characters(number: int) -> None:
     drawn, data = full_page(number)
     assert share_of_errors(drawn, text_of(parsed("a.pdf", data, ocr="on"))) <= MAX_ERROR
