@@ -6,13 +6,16 @@ questions. Three predictions are compared: the counted lists of `search_model`, 
 exact order statistic with piecewise times (Eq. 5), and the paper's formula as written (Eq. 1, 3, 4 and 5).
 """
 
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
 
 from stillroom.retrieval.tiers.division import Division
 from stillroom.retrieval.tiers.partition import Lists, Partition, hottest_first
@@ -36,6 +39,7 @@ from stillroom_bench.experiments.tiered_throughput import (
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples, run_arms
+from stillroom_bench.instrument.statistics import Interval, bootstrapped
 
 PREDICTORS = ("counted lists", "Eq. 5, exact minimum", "paper, Eq. 1 to 5")
 GOAL_ERROR, GOAL_HELD = 0.10, 0.90
@@ -113,7 +117,13 @@ def run_prediction(
             "batch.",
             "The interval should contain nine of ten measurements.",
         ],
-        tables={"Summary": summary(rows), "What was fitted": fitted, "Queries per second": rows},
+        tables={
+            "Summary": summary(rows),
+            "Width of the intervals": widths(rows),
+            "Order of the configurations": ranking(rows),
+            "What was fitted": fitted,
+            "Queries per second": rows,
+        },
     )
 
 
@@ -183,6 +193,102 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def widths(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how wide the 90 % intervals are, beside the narrowest that would have been enough.
+
+    An interval is as good as it is narrow while it holds. The last row is the smallest factor to both sides of the
+    prediction that contains nine of ten measurements; it is known afterwards only.
+    """
+    bounds = [[float(bound) for bound in row["interval"].split(" to ")] for row in rows]
+    low, high = np.array([pair / np.array(row["predicted"]) - 1 for pair, row in zip(bounds, rows, strict=True)]).T
+    factor = float(np.quantile([abs(math.log(row["predicted"] / row["measured"])) for row in rows], GOAL_HELD))
+    held = sum(row["holds"] == "yes" for row in rows) / len(rows)
+    medians = {"low": f"{float(np.median(low)):+.0%}", "high": f"{float(np.median(high)):+.0%}"}
+    return [
+        {"interval": "predicted (median)", **medians, "contains": f"{held:.0%}"},
+        {
+            "interval": "enough in hindsight",
+            "low": f"{math.exp(-factor) - 1:+.0%}",
+            "high": f"{math.exp(factor) - 1:+.0%}",
+            "contains": f"{GOAL_HELD:.0%}",
+        },
+    ]
+
+
+def ranking(rows: Sequence[dict[str, Any]], num_resamples: int = 1000) -> list[dict[str, Any]]:
+    """Return how well each predictor orders configurations: Kendall's tau with a 95 % bootstrap interval.
+
+    Configurations are ordered within the same questions: shares at one batch size, batch sizes at one share, or all
+    (tau is the mean over these groups). The bootstrap draws groups anew; for all configurations, of which there are two
+    groups, it draws configurations within each. *More of it* orders by share and by batch size without a model.
+    """
+    cells = [_Cell.of(row) for row in rows]
+    choices: dict[str, Callable[[_Cell], Hashable]] = {
+        "share of the lists": lambda cell: (cell.skew, cell.batch_size),
+        "batch size": lambda cell: (cell.skew, cell.share),
+        "both": lambda cell: cell.skew,
+    }
+    table = []
+    for choice, group_of in choices.items():
+        groups: dict[Hashable, list[_Cell]] = {}
+        for cell in cells:
+            groups.setdefault(group_of(cell), []).append(cell)
+        row: dict[str, Any] = {"choice": choice, "groups": len(groups), "configurations": len(cells) // len(groups)}
+        is_both = choice == "both"
+        for name in PREDICTORS:
+            orders = [
+                ([cell.predicted[name] for cell in one], [cell.measured for cell in one]) for one in groups.values()
+            ]
+            row[name] = str(_tau(orders, num_resamples if is_both else 0))
+        more = [
+            ([cell.share * cell.batch_size for cell in one], [cell.measured for cell in one]) for one in groups.values()
+        ]
+        table.append(row | {"more of it": "" if is_both else str(_tau(more, 0))})
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    skew: str
+    batch_size: int
+    share: float
+    measured: float
+    predicted: dict[str, float]
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "_Cell":
+        """Read a row of the table of queries per second."""
+        skew, _, size = row["questions like"].partition(", batch ")
+        share = float(row["division"].partition("%")[0])
+        errors = {name: float(row[f"error, {name}"].rstrip("%")) / 100 for name in PREDICTORS}
+        predicted = {name: row["measured"] * (1 + error) for name, error in errors.items()}
+        return cls(skew, int(size), share, row["measured"], predicted | {PREDICTORS[0]: row["predicted"]})
+
+
+def _tau(groups: Sequence[tuple[Sequence[float], Sequence[float]]], num_resamples: int) -> Interval:
+    """Return the mean of Kendall's tau-b over groups of predicted and measured values.
+
+    Args:
+        num_resamples: number of times that configurations are drawn within each group; 0: groups are drawn.
+    """
+    pairs = [np.array(one) for one in groups]
+    taus = np.array([_kendall(one) for one in pairs])
+    if num_resamples == 0:
+        return bootstrapped(taus)
+    rng = np.random.default_rng(0)
+    drawn = [
+        float(np.nanmean([_kendall(one[:, rng.integers(one.shape[1], size=one.shape[1])]) for one in pairs]))
+        for _ in range(num_resamples)
+    ]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return Interval(float(taus.mean()), float(low), float(high))
+
+
+def _kendall(pairs: NDArray[np.float64]) -> float:
+    """Return tau-b of predicted and measured values [2, n]; NaN if all are equal."""
+    return float(stats.kendalltau(*pairs).statistic)
 
 
 def _fitted_row(name: str, profile: SearchProfile) -> dict[str, Any]:
