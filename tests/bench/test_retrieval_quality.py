@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stillroom.answer_quality.beir import read_judged_queries
@@ -12,7 +13,14 @@ from stillroom.errors import DocumentError, UsageError
 from stillroom.retrieval.hybrid import Candidates
 from stillroom_bench.quality.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
 from stillroom_bench.quality.quality_options import RetrievalOptions
-from stillroom_bench.quality.retrieval_quality import HELD_OUT, LEARNED, TRANSFERRED, run_quality
+from stillroom_bench.quality.retrieval_quality import (
+    HELD_OUT,
+    LEARNED,
+    TRANSFERRED,
+    Values,
+    pairs_of_llmds,
+    run_quality,
+)
 
 TEXTS = {
     "keys": "Rotate the signing keys every ninety days and keep the old ones for verification.",
@@ -119,3 +127,17 @@ def test_broken_data_set_is_refused(
         (dataset / name).write_text(content)
     with pytest.raises(error, match=message):
         run_quality(RetrievalOptions((dataset,)), tmp_path / "work", StillroomConfig())
+
+
+def test_pairs_of_llmds_have_the_interval_of_the_mean_difference() -> None:
+    def rules(nasf: list[float]) -> dict[str, Values]:
+        zero = {"ndcg_at_10": np.zeros(len(nasf))}
+        return {"NASF (llmds 3.3)": {"ndcg_at_10": np.array(nasf)}} | dict.fromkeys(
+            ("naive sum", "RRF", "min-max, weight 0.5"), zero
+        )
+
+    row = pairs_of_llmds({"a": rules([0.0, 0.2]), "b": rules([0.3, 0.3, 0.3, 0.3])})[0]
+
+    half = 1.96 * (0.02 / 2) ** 0.5 / 2
+    assert row["mean of the sets"] == f"0.2 [{0.2 - half:.3g}, {0.2 + half:.3g}]"
+    assert row["b"] == "0.3 [0.3, 0.3]"

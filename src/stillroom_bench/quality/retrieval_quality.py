@@ -24,7 +24,7 @@ from stillroom.retrieval.ranking import Ranking
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.statistics import holm, paired_tests
+from stillroom_bench.instrument.statistics import Interval, holm, paired_tests
 from stillroom_bench.loads.beir_knowledge_base import open_knowledge_base
 from stillroom_bench.quality.fusion_arms import ALPHAS, CONVEX_WEIGHTS, OURS, RULES, Rule, learned, weighted_convex
 from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
@@ -36,6 +36,7 @@ LEARNED = "learned linear (5-fold)"
 HELD_OUT = "convex, weight from other queries"
 TRANSFERRED = "convex, weight from other sets"
 _MAIN = "ndcg_at_10"
+_NASF, _EQUAL = "NASF (llmds 3.3)", "min-max, weight 0.5"
 
 Values = dict[str, NDArray[np.float64]]
 """Metric -> one value per query."""
@@ -103,6 +104,7 @@ def run_quality(
     tables["paired t-tests of nDCG@10 per set, ours against every rule, Holm-corrected within each set"] = _tests(
         values
     )
+    tables["nDCG@10: the pairs of llmds Tables 6 and 9"] = pairs_of_llmds(values)
     if len(loaded) > 1:
         tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
     parameters = {"datasets": [d.name for d in loaded], "split": split, "num_candidates": NUM_CANDIDATES, "seed": seed}
@@ -214,9 +216,7 @@ def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
         for other in names:
             if other in tested:
                 continue
-            gaps = [rules[ours][_MAIN] - rules[other][_MAIN] for rules in values.values()]
-            mean = float(np.mean([gap.mean() for gap in gaps]))
-            error = float(np.sqrt(sum(gap.var(ddof=1) / gap.size for gap in gaps))) / len(gaps)
+            mean, error = _mean_gap(values, ours, other)
             found.append((f"{ours} - {other}", mean, float(2 * stats.norm.sf(abs(mean) / error)) if error else 1.0))
     adjusted = holm([p for _, _, p in found])
     return [
@@ -228,6 +228,27 @@ def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
         }
         for (name, mean, _), p in zip(found, adjusted, strict=True)
     ]
+
+
+def _mean_gap(values: dict[str, dict[str, Values]], first: str, second: str) -> tuple[float, float]:
+    """Return the difference of two rules' nDCG@10, mean over the sets, and its standard error; NaN for a set of one
+    question."""
+    gaps = [rules[first][_MAIN] - rules[second][_MAIN] for rules in values.values()]
+    variances = [gap.var(ddof=1) / gap.size if gap.size > 1 else np.nan for gap in gaps]
+    error = float(np.sqrt(sum(variances))) / len(gaps)
+    return float(np.mean([gap.mean() for gap in gaps])), error
+
+
+def pairs_of_llmds(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
+    """Return the differences that llmds claims (Tables 6 and 9), with 95 % intervals over the questions."""
+    rows = []
+    for other, claim in (("naive sum", "+7 points"), ("RRF", "+3 points, p = 0.12"), (_EQUAL, "+2 to +4 points")):
+        row: dict[str, Any] = {"difference": f"{_NASF} - {other}", "paper (recall@10)": claim}
+        for name, chosen in [("mean of the sets", values), *((name, {name: values[name]}) for name in values)]:
+            mean, error = _mean_gap(chosen, _NASF, other)
+            row[name] = str(Interval(mean, mean - 1.96 * error, mean + 1.96 * error))
+        rows.append(row)
+    return rows
 
 
 def _samples(values: dict[str, dict[str, Values]]) -> Samples:
