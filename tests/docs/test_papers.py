@@ -9,18 +9,17 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-VERDICTS = {"surpassed", "reproduced", "not reproduced", "contradicted", "not comparable", "not done"}
+VERDICTS = ("surpassed", "reproduced", "not reproduced", "contradicted", "not comparable", "not done")
+PAPERS = ("RAGCache", "Cache-Craft", "VectorLiteRAG", "llmds")
 NUMBER = r"-?\d[\d.]*(?: (?:us|ms|s|MiB))?"
 INTERVAL = re.compile(rf"{NUMBER} \[{NUMBER}, {NUMBER}\]")
 LINK = re.compile(r"\]\(\.\./(benchmarks/[\w.-]+\.md)\)")
 
 
-def rows(num_columns: int) -> list[list[str]]:
+def rows(num_columns: int, text: str = PAGE) -> list[list[str]]:
     """Return the cells of the rows of all tables with this many columns, without their heads."""
-    split = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    cells = [re.split(r" *\| *", line[1:-1]) for line in PAGE.splitlines() if line.startswith("| ")]
-    assert len(split) == len(cells)
-    found = [[cell.strip() for cell in row] for row in cells if len(row) == num_columns]
+    lines = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("| ")]
+    found = [[cell.strip() for cell in row] for row in lines if len(row) == num_columns]
     return [row for row in found if row[0] not in ("claim", "mechanism")]
 
 
@@ -30,14 +29,24 @@ CLAIMS, MECHANISMS = rows(6), rows(4)
 def test_the_tables_of_all_four_papers_are_read() -> None:
     assert len(re.findall(r"^\| claim ", PAGE, re.M)) == len(re.findall(r"^\| mechanism ", PAGE, re.M)) == 4
     assert len(CLAIMS) > 80 and len(MECHANISMS) > 30
-    assert len([line for line in PAGE.splitlines() if line.startswith("| ")]) == len(CLAIMS) + len(MECHANISMS) + 8
+    num_rows = len([line for line in PAGE.splitlines() if line.startswith("| ")])
+    assert num_rows == len(CLAIMS) + len(MECHANISMS) + 8 + 1 + len(PAPERS)
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_verdicts_are_counted_right(paper: str) -> None:
+    claims = rows(6, PAGE.partition(f"\n## {paper}\n")[2].partition("\n## ")[0])
+    first = [row[-1].split("**")[1] for row in claims]
+    counted = next(row for row in rows(7) if row[0] == paper)
+
+    assert counted[1:] == [str(first.count(verdict)) for verdict in VERDICTS]
 
 
 @pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row[0][:50])
 def test_every_claim_has_a_known_verdict(row: list[str]) -> None:
     named = re.findall(r"\*\*([^*]+)\*\*", row[-1])
 
-    assert named and set(named) <= VERDICTS
+    assert named and set(named) <= set(VERDICTS)
     assert row[-1].startswith("**")
     if not {"not done", "not comparable"} & set(named):
         assert row[2] and row[3], "a verdict needs a number of ours and a command that makes it"
