@@ -67,6 +67,7 @@ class FakeStream:
             for index, word in enumerate([] if wanted is None else self._words)
         ]
         self._num_read = self._num_scores_taken = 0
+        self.call_format = None
         self.request_id = RequestId(f"req-{stillroom.next_number()}")
         self.sources = sources
         stillroom.acquire(self)
@@ -339,6 +340,9 @@ class FakeStillroom:
         options = options or AskOptions()
         self.asked.append((text, options))
         return [FakeStream(self, text, options, ()) for _ in range(n)]
+
+    async def aknows_tools(self) -> bool:
+        return False
 
     async def aprompt_tokenizer(self) -> "FakePromptTokenizer":
         return FakePromptTokenizer()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stillroom.backends.conversation import NO_HISTORY, History
+from stillroom.backends.tool_chat import CallFormat, ToolChat
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
 from stillroom.core.prompt import SegmentedPrompt
@@ -40,6 +41,8 @@ class PreparedPrompt:
     unless the answer continues a text."""
     constraint: TokenConstraint | None = None
     """Restricts the answer's tokens, for example to JSON of a schema."""
+    call_format: CallFormat | None = None
+    """How the answer writes a call of a tool; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,19 @@ class Backend(Protocol):
 
         Raises:
             UsageError: the schema cannot be enforced, or the backend answers from documents only.
+        """
+        ...
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the model writes calls of tools; None if it, or this backend, knows no tools."""
+        ...
+
+    def prepare_tool_chat(self, chat: ToolChat) -> PreparedPrompt:
+        """Build the prompt of a conversation with tools, without documents. A call is JSON of its tool's schema.
+
+        Raises:
+            UsageError: a schema cannot be enforced, a text would imitate the template, or no tools are known.
         """
         ...
 

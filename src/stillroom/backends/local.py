@@ -16,6 +16,7 @@ from stillroom.backends.document_windows import DocumentWindows
 from stillroom.backends.engine_building import build_engine, load_configured
 from stillroom.backends.prompt_builder import PromptBuilder, ask_for_citations, format_for, raw_tokens
 from stillroom.backends.thread_control import BeforeLoading, ThreadControl
+from stillroom.backends.tool_chat import CallFormat, ToolChat, call_format, call_grammar, call_schema, tool_prompt
 from stillroom.config.settings import PrepareConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -58,6 +59,7 @@ class LocalBackend:
     asks_for_citations: bool = False
     """Whether answers shall name their sources as `[n]`, and no others (`generation.ask_for_citations`)."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    call_format: CallFormat | None = None
 
     @property
     def name(self) -> str:
@@ -128,6 +130,18 @@ class LocalBackend:
         if not self.knows_all_tokens:
             self._check_tokens(prompt)
         return self._prepared(prompt, schema, len(self.tokenizer.encode_text(history.answer_start)))
+
+    def prepare_tool_chat(self, chat: ToolChat) -> PreparedPrompt:
+        form = self.call_format
+        if form is None:
+            raise UsageError(f"the chat template of {self.name} knows no tools; leave tools out, or use another model")
+        if not chat.tools:
+            return self._prepared(tool_prompt(self.tokenizer, chat), None, 0)
+        form = replace(form, is_demanded=chat.is_call_demanded)
+        rule = self.constraints.lark_rule(call_schema(form, chat.tools))
+        constraint = self.constraints.compile_lark(call_grammar(self.tokenizer, form, rule))
+        prompt = tool_prompt(self.tokenizer, chat, form.opening if form.is_demanded else "")
+        return replace(self._prepared(prompt, None, 0), constraint=constraint, call_format=form)
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)
@@ -259,6 +273,7 @@ def build_backend(config: StillroomConfig, clock: Clock, kb_folder: Path | None 
         knows_all_tokens=knows_all,
         asks_for_citations=config.generation.ask_for_citations,
         prepare=config.prepare,
+        call_format=call_format(model.tokenizer),
     )
 
 

@@ -16,6 +16,7 @@ from stillroom.backends.prompt_builder import (
     render,
     user_messages,
 )
+from stillroom.backends.tool_chat import ToolChat
 from stillroom.config.settings import EngineConfig, EnginePrompt
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -127,6 +128,13 @@ class OpenAIBackend:
         """As `Backend.prepare_chat`. Without a tokenizer `max_tokens` is ignored; the server may refuse."""
         _refuse(schema)
         return _prepared((), self._write_chat(question, history, max_tokens))
+
+    @property
+    def call_format(self) -> None:
+        return None
+
+    def prepare_tool_chat(self, chat: ToolChat) -> PreparedPrompt:
+        raise UsageError(f"{self.name} calls no tools; leave tools out")
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         _refuse(schema)

@@ -94,6 +94,15 @@ class JsonConstraints:
             raise UsageError(f"the JSON schema cannot be read: {error}") from None
         return self._at_start(grammar, "the JSON schema")
 
+    def lark_rule(self, schema: Mapping[str, Any]) -> str:
+        """Return JSON of a schema as the right side of a rule in llguidance's Lark. Raises as `compile`."""
+        try:
+            text = json.dumps({**schema, "x-guidance": _LAYOUT})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UsageError(f"the JSON schema cannot be read: {error}") from None
+        _check_size(schema, len(text))
+        return f"%json {text}"
+
     def compile_lark(self, grammar: str) -> JsonConstraint:
         """Return a constraint to a grammar in llguidance's form of Lark.
 

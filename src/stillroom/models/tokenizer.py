@@ -5,7 +5,7 @@ which `<|im_end|>` is ten characters.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -94,16 +94,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
-    def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+    def added_tokens_in(self, text: str) -> list[tuple[int, str]]:
+        """Return the added tokens, special or not, that a template with this text has, in order, with their names."""
+        known = {token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        names = sorted(known, key=len, reverse=True)
+        found = re.findall("|".join(map(re.escape, names)), text) if names else []
+        return [(known[name], name) for name in found]
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Render messages with the checkpoint's chat template, up to the beginning of the assistant's turn.
+
+        Args:
+            tools: OpenAI's definitions of the tools that may be called, for templates that know tools.
 
         Raises:
             ModelError: the template refuses these messages.
         """
         # Qwen3's template reads `enable_thinking`: False makes the answer start at once.
         switches = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        given = {} if tools is None else {"tools": list(tools)}
         try:
-            return str(self._hf.apply_chat_template(list(messages), **switches))
+            return str(self._hf.apply_chat_template(list(messages), **switches, **given))
         except Exception as error:  # a template may raise anything
             raise ModelError(f"the checkpoint's chat template failed: {error}") from error
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, get_args
 
 from stillroom.backends.conversation import Exchange
+from stillroom.backends.tool_chat import ToolChat
 from stillroom.config.settings import SearchConfig, SearchMode
 from stillroom.core.arguments import integer, number, one_of, text
 from stillroom.core.ids import RequestId
@@ -60,6 +61,9 @@ class AskOptions:
     (docs/conversations.md)."""
     system: str = ""
     """A system message; stands in the prompt after Stillroom's own instructions."""
+    tool_chat: ToolChat | None = None
+    """The whole conversation, with tools that may be called. It takes the place of the question, `history` and
+    `system`, and needs `search=False`."""
     answer_start: str = ""
     """Beginning of the answer: the model continues it. The answer's text does not repeat it."""
     logprobs: int | None = None
@@ -82,6 +86,10 @@ class AskOptions:
             raise UsageError(f"json_schema={self.json_schema!r}; it must be a mapping")
         if self.json_schema is not None and self.answer_start:
             raise UsageError("json_schema is of a whole answer; leave out answer_start (the last message's text)")
+        if self.tool_chat is not None and (self.search or self.json_schema is not None or self.answer_start):
+            raise UsageError(
+                "tools are called in a chat without a search, and not with json_schema or answer_start; leave them out"
+            )
         self._check_lists()
 
     def _check_lists(self) -> None:

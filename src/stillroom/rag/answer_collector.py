@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from stillroom.backends.tool_chat import CallFormat
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
@@ -45,6 +46,8 @@ class AnswerStart:
     """None: the last event tells it."""
     speculation: SpeculationReport = SpeculationReport(SpeculationOutcome.OFF)
     warnings: tuple[str, ...] = ()
+    call_format: CallFormat | None = None
+    """How the answer writes a call of a tool."""
 
 
 class AnswerProgress:

@@ -115,6 +115,7 @@ class Pipeline:
         self._clock = clock
         self._warnings = model_warnings(backend.name)
         self.tokens = PromptTokenizer(backend)
+        self.knows_tools = backend.call_format is not None
         traces.trim()  # `trace.keep` may be lower than in the last session
 
     def streams(self, question: str, options: AskOptions, num_samples: int = 1) -> list[AnswerStream]:
@@ -218,7 +219,10 @@ class Pipeline:
     def _prepare_chat(self, question: str, options: AskOptions, num_samples: int, arrival: float) -> _PreparedAnswers:
         """A prompt without documents."""
         max_tokens, history = self._max_prompt_tokens(options), history_without_search(options)
-        prepared = self._backend.prepare_chat(question, max_tokens, options.json_schema, history)
+        if options.tool_chat is not None:
+            prepared = self._backend.prepare_tool_chat(options.tool_chat)
+        else:
+            prepared = self._backend.prepare_chat(question, max_tokens, options.json_schema, history)
         attempt = self._attempt(prepared, options, num_samples, arrival)
         report = SpeculationReport(SpeculationOutcome.OFF)
         return self._prepared("", attempt, options, arrival, arrival, (), report)
@@ -293,6 +297,7 @@ class Pipeline:
                 num_prompt_tokens=attempt.prepared.num_tokens,
                 speculation=report,
                 warnings=self._warnings,
+                call_format=attempt.prepared.call_format,
             )
             return AnswerCollector(
                 started,

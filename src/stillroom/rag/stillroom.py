@@ -439,6 +439,10 @@ class Stillroom:
         """Encodes prompts and decodes tokens as the model does. Raises ModelError: the model cannot be loaded."""
         return (await self._loader.apipeline()).tokens
 
+    async def aknows_tools(self) -> bool:
+        """Whether the model calls tools, in a chat without a search. Raises ModelError: the model cannot be loaded."""
+        return (await self._loader.apipeline()).knows_tools
+
     # State and closing
 
     @property

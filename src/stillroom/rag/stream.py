@@ -8,6 +8,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 
+from stillroom.backends.tool_chat import CallFormat
 from stillroom.core.ids import RequestId
 from stillroom.engine.events import TokenEvent
 from stillroom.errors import UsageError
@@ -34,6 +35,11 @@ class _Stream:
     def sources(self) -> tuple[Source, ...]:
         """Chunks of the prompt; known before the first token."""
         return self._collector.started.sources
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """How the answer writes a call of a tool; None if no tool may be called."""
+        return self._collector.started.call_format
 
     @property
     def answer(self) -> Answer:

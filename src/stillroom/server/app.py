@@ -43,6 +43,7 @@ from stillroom.server.routes.json_body import JsonRoute
 from stillroom.server.routes.model_names import ALIAS, check_model
 from stillroom.server.routes.responses import Responses
 from stillroom.server.routes.token_routes import TokenRoutes
+from stillroom.server.routes.tool_calls import has_tools, tool_chat_of
 from stillroom.server.schemas import openapi
 from stillroom.server.schemas.replies import (
     ChatCompletion,
@@ -175,12 +176,13 @@ class _Api:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer the last user message from the documents; earlier messages are the conversation."""
         stillroom = stillroom_of(request)
-        streams = await self._ask(stillroom, body)
+        streams = await self._ask(stillroom, body, calls_tools=True)
         model = served_name(stillroom.model_name)
+        form = streams[0].call_format
         if body.stream:
             link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
             return AnswerEvents(streams, chat.chat_events(streams, model, body, events_link_to=link_to))
-        return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model, body))
+        return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model, body, form))
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer from the documents, in the form of OpenAI's Responses API. Nothing is stored."""
@@ -255,12 +257,16 @@ class _Api:
         content = await self._workers.run(self._workers.probes, stillroom_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _ask(self, stillroom: "Stillroom", body: ChatCompletionRequest) -> "list[AsyncAnswerStream]":
-        """Start `n` answers to the last user message."""
+    async def _ask(
+        self, stillroom: "Stillroom", body: ChatCompletionRequest, *, calls_tools: bool = False
+    ) -> "list[AsyncAnswerStream]":
+        """Start `n` answers to the last user message; `calls_tools`: or calls of tools, where the model knows them."""
         if body.model != chat.CHAT_ALIAS:
             check_model(body.model, [stillroom.model_name])
         conversation = read_question(body.messages)
-        return await stillroom.astreams(conversation.question, ask_options(body, conversation), n=body.n or 1)
+        may_call = calls_tools and has_tools(body) and not chat.searches(body) and await stillroom.aknows_tools()
+        options = ask_options(body, conversation, tool_chat_of(body) if may_call else None)
+        return await stillroom.astreams(conversation.question, options, n=body.n or 1)
 
     def _describe(self, name: str) -> Model:
         return Model(id=served_name(name), created=self._started_at)

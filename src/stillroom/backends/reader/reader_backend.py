@@ -14,6 +14,7 @@ from stillroom.backends.conversation import NO_HISTORY, History
 from stillroom.backends.num_threads import candidates, is_free_to_choose, most_threads
 from stillroom.backends.num_threads import choose as choose_count
 from stillroom.backends.reader.choose import ScoreScale, choose
+from stillroom.backends.tool_chat import ToolChat
 from stillroom.config.settings import RuntimeConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -117,6 +118,13 @@ class ReaderBackend:
         history: History = NO_HISTORY,
     ) -> PreparedPrompt:
         raise UsageError(f"{self.name} quotes documents and cannot answer without a search; {_REMEDY}")
+
+    @property
+    def call_format(self) -> None:
+        return None
+
+    def prepare_tool_chat(self, chat: ToolChat) -> PreparedPrompt:
+        raise UsageError(f"{self.name} calls no tools; leave tools out")
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         raise UsageError(f"{self.name} answers questions from documents and cannot continue a prompt; {_REMEDY}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stillroom.backends.conversation import Exchange
+from stillroom.backends.tool_chat import CallFormat, ToolChat
 from stillroom.config.settings import ServerConfig
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, TokenScore
@@ -21,9 +22,9 @@ from stillroom.server.routes.answer_events import (
     usage_of,
 )
 from stillroom.server.routes.source_events import source_event
+from stillroom.server.routes.tool_calls import CallReader, answer_message, deltas_of
 from stillroom.server.schemas.replies import (
     AnswerDetails,
-    AssistantMessage,
     ChatCompletion,
     ChatCompletionChunk,
     Choice,
@@ -98,16 +99,29 @@ def read_question(messages: Sequence[ChatMessage]) -> Conversation:
     return conversation
 
 
-def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskOptions:
-    """Return the options that a request sets; the configuration sets the others. The model `CHAT_ALIAS` never searches.
+def searches(body: ChatCompletionRequest) -> bool:
+    """Whether the documents are searched. The model `CHAT_ALIAS` never searches."""
+    return (body.stillroom or ChatExtension()).search and body.model != CHAT_ALIAS
+
+
+def ask_options(
+    body: ChatCompletionRequest, conversation: Conversation, tool_chat: ToolChat | None = None
+) -> AskOptions:
+    """Return the options that a request sets; the configuration sets the others.
+
+    Args:
+        tool_chat: the conversation with its tools, if any are called.
 
     Raises:
         UsageError: fields contradict each other.
     """
     if body.top_logprobs and not body.logprobs:
         raise UsageError("top_logprobs needs logprobs: true")
-    if body.needs_tool_call:
-        raise UsageError("tool_choice: no tools are called here; leave it out, or set it to 'auto' or 'none'")
+    if body.needs_tool_call and tool_chat is None:
+        raise UsageError(
+            "tool_choice: no tools are called here; leave it out, or set it to 'auto' or 'none'. A model whose chat "
+            "template knows tools calls them in a chat without a search"
+        )
     check_continuation(body, conversation)
     extension = body.stillroom or ChatExtension()
     return replace(
@@ -115,7 +129,8 @@ def ask_options(body: ChatCompletionRequest, conversation: Conversation) -> AskO
         history=conversation.history,
         system=conversation.system,
         answer_start=conversation.answer_start,
-        search=extension.search and body.model != CHAT_ALIAS,
+        tool_chat=tool_chat,
+        search=searches(body),
         mode=extension.mode,
         where=extension.where or "",
         top_k=extension.top_k,
@@ -160,15 +175,23 @@ def events_link_to(body: ChatCompletionRequest, config: ServerConfig, address: s
     return config.public_url or address if is_wanted else None
 
 
-def as_sent(answer: Answer, body: ChatCompletionRequest) -> Answer:
-    """Return the answer with the document ids that clients see, and a warning of what the request asked in vain."""
-    warnings = (*answer.warnings, _NO_TOOLS) if body.tools or body.functions else answer.warnings
+def as_sent(answer: Answer, body: ChatCompletionRequest, form: CallFormat | None = None) -> Answer:
+    """Return the answer with the document ids that clients see, and a warning of what the request asked in vain.
+
+    Args:
+        form: how it writes calls; None: no tool may be called.
+    """
+    asks_in_vain = (body.tools or body.functions) and form is None and body.tool_choice != "none"
+    warnings = (*answer.warnings, _NO_TOOLS) if asks_in_vain else answer.warnings
     return replace(public_citations(answer), warnings=warnings)
 
 
-def whole_completion(answers: Sequence[Answer], model: str, body: ChatCompletionRequest) -> ChatCompletion:
-    answers = [as_sent(answer, body) for answer in answers]
+def whole_completion(
+    answers: Sequence[Answer], model: str, body: ChatCompletionRequest, form: CallFormat | None = None
+) -> ChatCompletion:
+    answers = [as_sent(answer, body, form) for answer in answers]
     first = answers[0]
+    messages = [answer_message(answer, form) for answer in answers]
     details = details_as_json(replace(slowest(answers), citations=first.citations))
     return ChatCompletion(
         id=completion_id(first.request_id),
@@ -177,11 +200,11 @@ def whole_completion(answers: Sequence[Answer], model: str, body: ChatCompletion
         choices=[
             Choice(
                 index=index,
-                message=AssistantMessage(content=answer.text, annotations=annotations_of(answer)),
+                message=message,
                 logprobs=None if answer.logprobs is None else choice_logprobs(answer.logprobs),
-                finish_reason=answer.finish_reason,
+                finish_reason=reason,
             )
-            for index, answer in enumerate(answers)
+            for index, (answer, (message, reason)) in enumerate(zip(answers, messages, strict=True))
         ],
         usage=usage_of(answers, len(answers)),
         stillroom=AnswerDetails(request_id=first.request_id, sources=public_sources(first.sources), **details),
@@ -226,16 +249,22 @@ async def chat_events(
     if events_link_to is not None:
         for source in sources:
             yield chunks.source(source_event(source, events_link_to))
+    readers = [CallReader(stream.call_format) for stream in streams]
     async for index, piece in merged(streams):
         stream = streams[index]
-        scores = stream.take_logprobs()
         if piece is not None:
-            yield chunks.event(index, Delta(content=piece), scores)
+            said = readers[index].push(piece)
+            if said or stream.call_format is None:
+                yield chunks.event(index, Delta(content=said), stream.take_logprobs())
             continue
-        answer = as_sent(stream.answer, body)
+        answer = as_sent(stream.answer, body, stream.call_format)
+        rest, calls = readers[index].rest(answer)
+        if rest or calls:
+            yield chunks.event(index, Delta(content=rest or None, tool_calls=deltas_of(calls)))
         ours = {"request_id": stream.request_id, **details_as_json(answer)}
         delta = Delta(annotations=annotations_of(answer) or None if events_link_to is None else None)
-        yield chunks.event(index, delta, scores, finish_reason=answer.finish_reason, ours=ours)
+        reason = "tool_calls" if calls else answer.finish_reason
+        yield chunks.event(index, delta, stream.take_logprobs(), finish_reason=reason, ours=ours)
     if body.includes_usage:
         yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))
     yield DONE

@@ -98,12 +98,34 @@ class Annotation(Reply):
     url_citation: UrlCitation
 
 
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+    """JSON of the tool's schema."""
+
+
+class MessageToolCall(Reply):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(Reply):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
     annotations: list[Annotation] = []
     """The sentences that a source supports, fully or partly."""
+
+
+class CallingMessage(Reply):
+    """The message of a model that calls a tool."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    """What it says before the call."""
+    refusal: None = None
+    tool_calls: list[MessageToolCall]
 
 
 class TopLogprob(Reply):
@@ -123,7 +145,7 @@ class ChoiceLogprobs(Reply):
 
 class Choice(Reply):
     index: int = 0
-    message: AssistantMessage
+    message: CallingMessage | AssistantMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: str
 
@@ -138,6 +160,10 @@ class ChatCompletion(Reply):
     stillroom: AnswerDetails
 
 
+class DeltaToolCall(MessageToolCall):
+    index: int
+
+
 class Delta(Reply):
     """Addition of a chunk to the message; unset fields are left out."""
 
@@ -145,6 +171,8 @@ class Delta(Reply):
     content: str | None = None
     annotations: list[Annotation] | None = None
     """In the chunk with the finish reason, if there are any."""
+    tool_calls: list[DeltaToolCall] | None = None
+    """A whole call, in one chunk."""
 
 
 class ChunkChoice(Reply):

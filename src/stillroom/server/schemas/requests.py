@@ -141,6 +141,10 @@ class ChatMessage(Body):
     content: Annotated[str | _Parts | None, BeforeValidator(_text_only, json_schema_input_type=str | _Parts | None)] = (
         None
     )
+    tool_calls: list[Any] | None = None
+    """Calls that the assistant made, as they were returned."""
+    tool_call_id: str | None = None
+    """Of the role `tool`: the call whose result this is."""
 
     @property
     def text(self) -> str:
@@ -266,9 +270,10 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Any] | None = None
-    """Read and ignored, like `functions`; front ends send them with every question. The reply has a warning."""
+    """Called by models whose chat template knows tools, in a chat without a search. Otherwise read and ignored, like
+    `functions`, with a warning in the reply; front ends send them with every question."""
     tool_choice: Any = None
-    """That a tool must be called is refused."""
+    """`auto`, `none`, `required`, or a tool by name. That a tool must be called is refused where none are called."""
     functions: list[Any] | None = None
     function_call: Any = None
     stillroom: ChatExtension | None = None
