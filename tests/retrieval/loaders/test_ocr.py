@@ -167,7 +167,7 @@ STYLES = [
 def full_page(number: int) -> tuple[list[str], bytes]:
     """Lines of text and a PDF with their picture alone, scanned at 200 dots per inch."""
     font, size, angle, quality = STYLES[number]
-    words = (Path(__file__).parents[3] / "LICENSE").read_text().split()[number * 300 :]
+    words = (2 * (Path(__file__).parents[3] / "LICENSE").read_text().split())[number * 300 :]
     target, drawn = BytesIO(), list[str]()
     canvas = Canvas(target, pagesize=A4)
     canvas.setFont(font, size)
