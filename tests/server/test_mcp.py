@@ -186,15 +186,16 @@ def test_over_http_a_key_sees_its_tenants_documents_only(stillroom: Stillroom, t
                 Client(streamable_http_client(f"{url}/mcp", http_client=http)) as client,
             ):
                 names = [tool.name for tool in (await client.list_tools()).tools]
-                return sorted(names), await client.call_tool("ask", {"question": QUESTION})
+                num_resources = len((await client.list_resources()).resources)
+                return sorted(names), num_resources, await client.call_tool("ask", {"question": QUESTION})
 
         return asyncio.run(run())
 
     with serving(stillroom, tenants=Tenants(stillroom, tmp_path / "tenants"), keys=KeyRing(path)) as url:
-        names, found = asked(url, own)
-        assert names == TOOLS and found.structured_content["answer"] == ANSWER
-        _, nothing = asked(url, other)
-        assert nothing.is_error and "the knowledge base is empty" in nothing.content[0].text
+        names, num_resources, found = asked(url, own)
+        assert names == TOOLS and num_resources == 2 and found.structured_content["answer"] == ANSWER
+        _, num_resources, nothing = asked(url, other)
+        assert num_resources == 0 and nothing.is_error and "the knowledge base is empty" in nothing.content[0].text
         assert httpx2.post(f"{url}/mcp", json={}).status_code == 401
         assert httpx2.post(f"{url}/mcp", json={}, headers=bearer(own)).status_code == 400
 

@@ -64,7 +64,7 @@ def hf_tokenizer(style: str) -> Any:
     return hf
 
 
-@pytest.fixture(scope="module", params=["token", "plain"])
+@pytest.fixture(scope="module", params=["token", pytest.param("plain", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools") / "model"
     hf = hf_tokenizer(request.param)

@@ -1,7 +1,7 @@
 """Chats with tools: how a checkpoint's template writes a call, prompts with tools, and the grammar of an answer.
 
 The template is rendered with a sentinel call, as `prompt_builder` renders it with sentinel messages. It is supported if
-it writes a call as one JSON object with `name` and `arguments` or `parameters` (Qwen, Hermes, Llama).
+it writes a call as one JSON object with `name` and `arguments` or `parameters` (Qwen2.5, Llama 3.1).
 """
 
 import json

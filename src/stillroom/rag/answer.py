@@ -86,11 +86,16 @@ class AskOptions:
             raise UsageError(f"json_schema={self.json_schema!r}; it must be a mapping")
         if self.json_schema is not None and self.answer_start:
             raise UsageError("json_schema is of a whole answer; leave out answer_start (the last message's text)")
+        self._check_tool_chat()
+        self._check_lists()
+
+    def _check_tool_chat(self) -> None:
+        if not isinstance(self.tool_chat, ToolChat | None):
+            raise UsageError(f"tool_chat={self.tool_chat!r}; it must be ToolChat(messages, tools)")
         if self.tool_chat is not None and (self.search or self.json_schema is not None or self.answer_start):
             raise UsageError(
                 "tools are called in a chat without a search, and not with json_schema or answer_start; leave them out"
             )
-        self._check_lists()
 
     def _check_lists(self) -> None:
         if not isinstance(self.stop, Sequence):
