@@ -27,7 +27,7 @@ def test_results_are_readable(run: Run, opened: Opened) -> None:
 def test_json_has_the_fields_of_the_http_reply(run: Run, opened: Opened) -> None:
     body = run("search", "rotate keys", "--json", "--mode", "dense", "-k", "1").json
 
-    assert list(body) == ["query", "mode", "results", "timing"]
+    assert list(body) == ["query", "mode", "num_reranked", "results", "timing"]
     assert body["mode"] == "dense"
     assert list(body["results"][0]) == [
         "document",
@@ -41,7 +41,7 @@ def test_json_has_the_fields_of_the_http_reply(run: Run, opened: Opened) -> None
         "start_page",
         "end_page",
     ]
-    assert list(body["timing"]) == ["embed_seconds", "search_seconds", "total_seconds"]
+    assert list(body["timing"]) == ["embed_seconds", "search_seconds", "rerank_seconds", "total_seconds"]
 
 
 def test_empty_result_is_noted_on_stderr(run: Run, opened: Opened, fake: FakeStillroom) -> None:
