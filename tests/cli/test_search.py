@@ -40,6 +40,7 @@ def test_json_has_the_fields_of_the_http_reply(run: Run, opened: Opened) -> None
         "end_line",
         "start_page",
         "end_page",
+        "also_in",
     ]
     assert list(body["timing"]) == ["embed_seconds", "search_seconds", "rerank_seconds", "total_seconds"]
 

@@ -25,6 +25,7 @@ def test_search_returns_results_and_timing(client: httpx.Client) -> None:
         "end_line": 4,
         "start_page": 0,
         "end_page": 0,
+        "also_in": [],
     }
     assert set(body["timing"]) == {"embed_seconds", "search_seconds", "rerank_seconds", "total_seconds"}
     assert body["num_reranked"] == 0

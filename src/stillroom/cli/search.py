@@ -24,7 +24,7 @@ from stillroom.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from stillroom.core.document import ScoredChunk
+    from stillroom.core.document import Chunk, ScoredChunk
 
 _SNIPPET_LINES = 3
 
@@ -76,13 +76,19 @@ def search(  # noqa: PLR0913  one parameter per flag
 def _show(rank: int, scored: "ScoredChunk") -> None:
     chunk = scored.chunk
     parts = ", ".join(f"{name} {score:.4g}" for name, score in scored.scores.items())
-    line(f"{rank}. {place(chunk.document_id, (chunk.start_line, chunk.end_line), (chunk.start_page, chunk.end_page))}")
+    line(f"{rank}. {_place(chunk)}")
     line(f"   score {scored.score:.4f}" + (f" ({parts})" if parts else ""))
     if chunk.heading:
         line(f"   {chunk.heading}")
+    if scored.copies:
+        line(f"   also in {', '.join(map(_place, scored.copies))}")
     snippet = textwrap.wrap(
         " ".join(chunk.text.split()), width=text_width() - 5, max_lines=_SNIPPET_LINES, placeholder=" ..."
     )
     for text in snippet:
         line(f"     {text}")
     line()
+
+
+def _place(chunk: "Chunk") -> str:
+    return place(chunk.document_id, (chunk.start_line, chunk.end_line), (chunk.start_page, chunk.end_page))

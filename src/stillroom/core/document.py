@@ -82,6 +82,8 @@ class ScoredChunk:
     scores: Mapping[str, float] = field(default_factory=dict)
     """The score from each retriever that found it: `dense` (cosine), `sparse` (BM25), and from the `reranker` if it
     read the chunk; `score` is then the reranker's."""
+    copies: tuple[Chunk, ...] = ()
+    """Chunks of other places with the same text, which the search found too and left out, best first."""
 
 
 @dataclass(frozen=True, slots=True)

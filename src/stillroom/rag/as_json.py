@@ -52,6 +52,10 @@ def _hit(scored: ScoredChunk, shown_id: Callable[[str], str]) -> JsonObject:
         "score": scored.score,
         "scores": dict(scored.scores),
         **place_as_json(scored.chunk),
+        "also_in": [
+            {"document": shown_id(copy.document_id), "chunk_id": format_chunk_id(copy.chunk_id), **place_as_json(copy)}
+            for copy in scored.copies
+        ],
     }
 
 

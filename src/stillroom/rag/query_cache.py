@@ -147,7 +147,7 @@ class QueryCache:
         """Cache a result unless its generation has passed. `generation` was read before the search, so a change in
         between can only end the entry too early."""
         num_tokens = 1 + question.num_chars // _CHARS_PER_TOKEN
-        num_tokens += sum(scored.chunk.num_tokens for scored in result.results)
+        num_tokens += sum(chunk.num_tokens for scored in result.results for chunk in (scored.chunk, *scored.copies))
         with self._lock:
             if generation == self._current_generation:
                 self._entries.put(question, _CachedResult(result, generation, vector), num_tokens)

@@ -23,6 +23,7 @@ from stillroom.retrieval.fusion import convex, minmax, rrf
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.reranker import Reranker, by_score, is_settled
+from stillroom.retrieval.selection import is_bare, select
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import NUM_STAGES
 
@@ -254,7 +255,7 @@ class HybridSearch:
         candidates = self._fetch(*found, max(config.rerank_candidates, top_k))
         scores = reranker.score(
             query,
-            [scored.chunk.indexed_text for scored in candidates],
+            [scored.chunk.indexed_text for scored in candidates if not is_bare(scored.chunk)],
             config.rerank_budget_s,
             lambda scores: is_settled(scores, top_k, config.rerank_patience),
         )
@@ -266,19 +267,18 @@ class HybridSearch:
         seconds = self._clock.monotonic() - began
         return replace(fused, results=results, rerank_seconds=seconds, num_reranked=len(scores))
 
-    def _fetch(self, fused: Ranking, sides: _Sides, top_k: int) -> tuple[ScoredChunk, ...]:
-        """Return the first chunks that still exist: another process may have removed some since the search."""
-        results: list[ScoredChunk] = []
-        for start in range(0, len(fused), top_k):
-            batch = fused[start : start + top_k]
-            chunks = self._corpus.chunks([chunk_id for chunk_id, _ in batch])
-            for chunk_id, score in batch:
-                if chunk_id in chunks:
-                    scores = {name: side[chunk_id] for name, side in sides.items() if chunk_id in side}
-                    results.append(ScoredChunk(chunks[chunk_id], score, scores))
-            if len(results) >= top_k:
-                break
-        return tuple(results[:top_k])
+    def _fetch(self, fused: Ranking, sides: _Sides, num: int) -> tuple[ScoredChunk, ...]:
+        """Return the first chunks that still exist (another process may have removed some since the search), as
+        `selection.select` orders them."""
+        return tuple(
+            ScoredChunk(
+                one.chunk,
+                one.score,
+                {name: side[one.chunk.chunk_id] for name, side in sides.items() if one.chunk.chunk_id in side},
+                tuple(one.copies),
+            )
+            for one in select(fused, self._corpus.chunks, num)
+        )
 
 
 def _check(query: str, mode: str, top_k: int) -> None:

@@ -258,6 +258,18 @@ class EmbeddingList(Reply):
     usage: EmbeddingUsage
 
 
+class CopyOfChunk(Reply):
+    """Another place with the same text."""
+
+    document: str
+    chunk_id: str
+    heading: str
+    start_line: int
+    end_line: int
+    start_page: int
+    end_page: int
+
+
 class FoundChunk(Reply):
     """A chunk found by a search, as `stillroom search --json` prints it."""
 
@@ -273,6 +285,7 @@ class FoundChunk(Reply):
     end_line: int
     start_page: int
     end_page: int
+    also_in: list[CopyOfChunk] = []
 
 
 class SearchTiming(Reply):
