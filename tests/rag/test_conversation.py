@@ -1,6 +1,7 @@
 """Conversations: a prompt begins with the previous prompt and its answer, and no message can imitate the template."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from stillroom.backends.conversation import (
     History,
     Turn,
     history_of,
-    interleave,
+    merge,
     new_chunks,
     num_turns_to_drop,
 )
@@ -182,7 +183,7 @@ def test_every_turn_is_searched_alone_and_with_the_previous_question() -> None:
     history = history_of([Exchange("a", "A"), Exchange("bb", "B")], " s ", search, 3)
 
     assert asked == ["a", "a\nbb", "bb"]
-    assert [[one.chunk.chunk_id for one in turn.found] for turn in history.turns] == [[1], [2, 4, 1]]
+    assert [[one.chunk.chunk_id for one in turn.found] for turn in history.turns] == [[1], [1, 2, 4]]
     assert history.system == "s"
     blank = history_of([Exchange("a", "A"), Exchange(" ", "B")], "", search, 3)
     assert not blank.turns[1].found and asked[-1] == "a"
@@ -199,10 +200,33 @@ def test_long_conversation_is_cut_in_steps_of_32_turns() -> None:
         assert first(num_turns) == -(-(num_turns - MAX_TURNS) // 32) * 32
 
 
-def test_interleaved_results_begin_with_the_questions_own() -> None:
-    found = interleave(scored(1, 2, 3), scored(4, 1, 5), 4)
-    assert [one.chunk.chunk_id for one in found] == [1, 4, 2, 3]
-    assert interleave(scored(1, 2), (), 1) == scored(1)
+def test_merged_results_are_ordered_by_score_each_text_once() -> None:
+    found = merge(scored(2, 3, 7), scored(4, 2, 5), 4)
+    assert [one.chunk.chunk_id for one in found] == [2, 3, 4, 5]
+    assert merge(scored(1, 2), (), 1) == scored(1)
+    own, other = scored(9)[0], scored(1)[0]
+    tied = replace(other, score=own.score)
+    assert merge([own], [tied], 2) == (own, tied) and merge([tied], [own], 2) == (tied, own)
+    better = replace(own, score=2.0)
+    assert merge([own, other], [better], 3) == (better, other)
+    text = "a table of more words than eight to be one"
+    copies = [replace(one, chunk=replace(one.chunk, text=text)) for one in scored(1, 2)]
+    assert merge(copies[1:], copies[:1], 5) == (copies[0],)
+
+
+def test_scores_of_bm25_are_merged_relative_to_the_best() -> None:
+    def sparse(*pairs: tuple[int, float]) -> list[ScoredChunk]:
+        return [replace(scored(number)[0], score=score, scores={"sparse": score}) for number, score in pairs]
+
+    found = merge(sparse((1, 4.0), (2, 2.0)), sparse((3, 20.0), (4, 15.0)), 4)
+    assert [(one.chunk.chunk_id, one.score) for one in found] == [(1, 4.0), (3, 20.0), (4, 15.0), (2, 2.0)]
+
+
+def test_merged_results_end_with_what_was_not_reranked_and_bare_headings() -> None:
+    read, unread, heading = scored(3, text="one of the texts")[0], *scored(1, 2, text="one of the texts")
+    read = replace(read, scores={"reranker": read.score})
+    heading = replace(heading, chunk=replace(heading.chunk, text="Heading"), score=5.0)
+    assert merge([unread, heading], [read], 5) == (read, unread, heading)
 
 
 def test_chunk_stands_in_the_first_turn_that_found_it() -> None:

@@ -7,12 +7,12 @@ dropped at once, so that the beginning stays the same for the next prompts. Work
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from stillroom.core.document import Chunk, ScoredChunk
 from stillroom.core.ids import ChunkId
+from stillroom.retrieval.selection import is_bare, same_text
 
 MAX_TURNS = 64
 """Most turns that are used; of a longer conversation the oldest are dropped."""
@@ -65,13 +65,31 @@ def search_with_previous(earlier: Sequence[Exchange], question: str, search: Sea
     return search(f"{earlier[-1].question}\n{question}") if earlier else ()
 
 
-def interleave(found: Sequence[ScoredChunk], others: Sequence[ScoredChunk], top_k: int) -> tuple[ScoredChunk, ...]:
-    """Interleave two results, the question's own first; at most `top_k` chunks."""
-    both = (scored for pair in zip_longest(found, others) for scored in pair if scored is not None)
-    kept: dict[ChunkId, ScoredChunk] = {}
-    for scored in both:
-        kept.setdefault(scored.chunk.chunk_id, scored)
+def merge(found: Sequence[ScoredChunk], others: Sequence[ScoredChunk], top_k: int) -> tuple[ScoredChunk, ...]:
+    """Merge two results by score; at most `top_k` chunks, each text once with its higher score. Of equal scores, the
+    question's own come first. Table rules and bare headings stay behind the texts (`retrieval.selection`), and what a
+    reranker did not read behind what it read, whose scores are of another scale."""
+    both = [*zip(found, _comparable(found), strict=True), *zip(others, _comparable(others), strict=True)]
+    is_reranked = any("reranker" in scored.scores for scored, _ in both)
+
+    def order(pair: tuple[ScoredChunk, float]) -> tuple[bool, bool, float]:
+        scored, score = pair
+        return is_bare(scored.chunk), is_reranked and "reranker" not in scored.scores, -score
+
+    kept: dict[Hashable, ScoredChunk] = {}
+    for scored, _ in sorted(both, key=order):
+        kept.setdefault(same_text(scored.chunk), scored)
     return tuple(kept.values())[:top_k]
+
+
+def _comparable(results: Sequence[ScoredChunk]) -> list[float]:
+    """Return scores that can be compared with those of another question. BM25 grows with the number of words, so its
+    scores are divided by the best; all others have a fixed scale."""
+    scores = [scored.score for scored in results]
+    if any(scored.score != scored.scores.get("sparse") for scored in results):
+        return scores
+    best = max(scores, default=0.0) or 1.0
+    return [score / best for score in scores]
 
 
 def history_of(exchanges: Sequence[Exchange], system: str, search: Search, top_k: int) -> History:
@@ -82,7 +100,7 @@ def history_of(exchanges: Sequence[Exchange], system: str, search: Search, top_k
         found: tuple[ScoredChunk, ...] = ()
         if one.question.strip():
             found_with_previous = search_with_previous(exchanges[:index], one.question, search)
-            found = interleave(search(one.question), found_with_previous, top_k)
+            found = merge(search(one.question), found_with_previous, top_k)
         turns.append(Turn(one, found))
     return History(tuple(turns), system.strip())
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from stillroom.backends.base import PreparedPrompt
-from stillroom.backends.conversation import History, history_of, interleave, search_with_previous
+from stillroom.backends.conversation import History, history_of, merge, search_with_previous
 from stillroom.config.settings import GenerationConfig, SearchMode
 from stillroom.core.document import ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, RequestId, format_chunk_id
@@ -60,7 +60,7 @@ class QuestionSearch:
         """Search for the question: at most `num_stages` results, of which the last is final."""
         extra, top_k = self._found_with_previous, self._top_k
         for found in self._search.search_staged(self._question, self._mode, top_k, num_stages, self._options.where):
-            yield replace(found, results=interleave(found.results, extra, top_k)) if extra else found
+            yield replace(found, results=merge(found.results, extra, top_k)) if extra else found
 
     def _chunks(self, text: str) -> Sequence[ScoredChunk]:
         return self._search.search(text, self._mode, self._top_k, self._options.where).results

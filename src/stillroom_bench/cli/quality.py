@@ -24,6 +24,17 @@ RETRIEVAL_HELP = help_text(
     ),
 )
 
+FOLLOW_UPS_HELP = help_text(
+    "Measure which documents the second question of a conversation finds.",
+    "Conversations of two questions are made from a data set with several questions a document: a follow-up says it "
+    "for what the first question names, and a change of subject asks about another document. Compares searching for "
+    "the second question alone, together with the first, and both, merged in turns or by score.",
+    examples=(
+        "stillroom bench follow-ups --dataset data/xquad",
+        "stillroom bench follow-ups --dataset data/xquad --conversations 100 --output follow-ups.json",
+    ),
+)
+
 INDEX_HELP = help_text(
     "Measure index quality and cost: recall against speed of flat, HNSW and IVF-PQ, hybrid search, and BM25.",
     "The data sets supply real texts, questions and embeddings; larger corpora are generated from them with a seed. "
@@ -172,6 +183,7 @@ LOOKING_HELP = help_text(
 def add_commands(app: typer.Typer) -> None:
     """Add the commands to `stillroom bench`."""
     add_command(app, "retrieval", options.RetrievalOptions, _retrieval, RETRIEVAL_HELP)
+    add_command(app, "follow-ups", options.FollowUpOptions, _follow_ups, FOLLOW_UPS_HELP)
     add_command(app, "index", options.IndexOptions, _index, INDEX_HELP, ["config"])
     add_command(app, "filters", options.FilterOptions, _filters, FILTERS_HELP, ["config"])
     add_command(app, "questions", options.QuestionOptions, _questions, QUESTIONS_HELP)
@@ -194,9 +206,20 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, "savings", options.SavingsOptions, _savings, SAVINGS_HELP, ["config", "work_dir", "compare"])
 
 
-def _retrieval(chosen: options.RetrievalOptions, call: Call) -> "BenchResult":
+def _needs_metrics() -> None:
     if find_spec("pytrec_eval") is None:
         raise UsageError("relevance metrics are not installed; run: pip install 'stillroom[bench]'")
+
+
+def _follow_ups(chosen: options.FollowUpOptions, call: Call) -> "BenchResult":
+    _needs_metrics()
+    from stillroom_bench.quality.follow_ups import run_follow_ups
+
+    return run_follow_ups(chosen, call.work_dir, call.settings(), call.say)
+
+
+def _retrieval(chosen: options.RetrievalOptions, call: Call) -> "BenchResult":
+    _needs_metrics()
     from stillroom_bench.quality.retrieval_quality import run_quality
 
     return run_quality(chosen, call.work_dir, call.settings(), call.say)

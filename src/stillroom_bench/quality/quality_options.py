@@ -30,6 +30,16 @@ class RetrievalOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowUpOptions:
+    """Options of `stillroom bench follow-ups`."""
+
+    datasets: tuple[Path, ...] = datasets_flag()
+    split: str = flag("test", "Judgements to use: qrels/NAME.tsv, such as dev.")
+    num_conversations: int = flag(200, "Most follow-ups of a data set.", "--conversations", min=20)
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class IndexOptions:
     """Options of `stillroom bench index`."""
 
