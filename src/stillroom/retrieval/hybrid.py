@@ -188,7 +188,8 @@ class HybridSearch:
             yield SearchResult(())
             return
         question = _EmbeddedQuestion(query, self._embedder, self._clock)
-        num = max(self._config.num_candidates, top_k)
+        num_reranked = 0 if self._reranker is None else self._config.rerank_candidates
+        num = max(self._config.num_candidates, top_k, num_reranked)
         num_lists = num_stages if self._reranker is None else max(1, num_stages - 1)
         lists = self._lists(question, mode, num, num_lists, allowed)
         seconds = self._clock.monotonic() - began
