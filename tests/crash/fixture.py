@@ -17,7 +17,7 @@ from tests.retrieval.test_migration import make_old
 
 HERE = Path(__file__).parent
 NUM_FILES = 30
-CASES = ("add", "remove", "rebuild", "migrate", "repair", "update")
+CASES = ("add", "remove", "rebuild", "migrate", "repair", "reembed", "update")
 
 Said = dict[str, Any]
 
@@ -191,6 +191,8 @@ class CrashFixture:
             broken = self._copy(first, f"broken-{kind}")
             damage(broken)
             yield self._measured(CrashCase("repair", kind, "repair", {}, broken, oracle.documents(broken), {}, []))
+        if "reembed" in names:
+            yield self._measured(CrashCase("reembed", kind, "reembed", {}, first, one, {}, []))
         if "update" in names:
             write_docs(self.docs, 2)
             files = sorted(str(path) for path in self.docs.rglob("*") if path.is_file())
@@ -226,6 +228,8 @@ class CrashFixture:
         assert last(ended, "error") != "unexpected", last(ended, "message")
         mend()
         check_whole(case, oracle.documents(kb), ended)
+        if case.job == "reembed":
+            assert oracle.documents(kb) in (case.before, case.after), "vectors of two models are mixed"
         if (kb / "manifest.json").exists():
             self._check_reopened(case, kb)
         self._check_completed(case, kb)

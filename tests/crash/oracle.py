@@ -53,6 +53,16 @@ def vectors(found: Documents) -> dict[int, bytes]:
     return {chunk_id: vector for *_, chunks in found.values() for _, chunk_id, _, _, vector in chunks}
 
 
+def set_folder(kb: Path) -> Path:
+    """Return the folder of the dense index: that of the active vectors."""
+    database = sqlite3.connect(kb / "corpus.sqlite3")
+    try:
+        active = database.execute("SELECT number FROM vector_sets WHERE role = 'active'").fetchone()
+    finally:
+        database.close()
+    return kb / f"vectors-{active[0]}" if active and active[0] else kb
+
+
 @dataclass(frozen=True)
 class Dense:
     ids: set[int]
@@ -62,6 +72,7 @@ class Dense:
 
 def dense(kb: Path) -> Dense:
     """Read the dense index of any kind."""
+    kb = set_folder(kb)
     if (kb / "qdrant").exists():
         return _collection(kb / "qdrant")
     if (kb / "dense.lists").exists():

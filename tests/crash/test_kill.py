@@ -52,10 +52,20 @@ def test_kill_during_an_index_update_of_each_kind(faulty: CrashFixture, kind: st
     assert faulty.run_disturbed(case, {"fault": ["kill", middle]})["signal"] == 9
 
 
+def test_kills_and_full_disks_while_the_embedder_is_changed(faulty: CrashFixture) -> None:
+    (case,) = faulty.cases("flat", ("reembed",))
+    rng = random.Random(f"{SEED} embedder")
+    struck = [faulty.run_disturbed(case, {"fault": ["kill", at]}) for at in spread(4, case.num_operations, rng)]
+    assert all(ended["signal"] == 9 for ended in struck)
+    for at in spread(2, case.num_operations // 2, rng):
+        ended = faulty.run_disturbed(case, {"fault": ["full", at]})
+        assert last(ended, "error") == "StorageError" and "the same command again" in last(ended, "message")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kills_and_failing_disks_at_every_part_of_the_work(faulty: CrashFixture, kind: str) -> None:
-    """210 kills and 90 disks over all kinds."""
+    """245 kills and 105 disks over all kinds."""
     num_struck = kill_everywhere(faulty, kind, 7, 3, random.Random(f"{SEED} {kind}"))
     assert num_struck >= 7 * len(CASES) - 4, "threads vary the number of operations"
 

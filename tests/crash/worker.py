@@ -45,29 +45,39 @@ INDEXES = {
 Say = Callable[..., None]
 
 
+OTHER_MODEL = "/other"
+"""Another `SmallEmbedder`, with more dimensions."""
+
+
 class SmallEmbedder(Embedder):
-    """The real tokenizer, with deterministic vectors made from the words of a text."""
+    """The real tokenizer, with deterministic vectors made from the words of a text and the name of the model."""
 
     dimension = D
     fingerprint = "small"
 
+    def __init__(self, config: EmbedderConfig, weights_of: Embedder | None = None) -> None:
+        super().__init__(EmbedderConfig())
+        if config.model != EmbedderConfig().model:
+            self.dimension, self.fingerprint = D + 8, hashlib.sha256(config.model.encode()).hexdigest()
+
     def _embed(self, texts: Sequence[str], kind: str, on_batch: Callable[[int], None] | None) -> NDArray[np.float32]:
-        found = np.stack([_text_vector(text) for text in texts]) if texts else np.empty((0, D), dtype=np.float32)
+        rows = [_text_vector(text, self.dimension) for text in texts]
         if on_batch is not None:
             on_batch(len(texts))
-        return found
+        return np.stack(rows) if rows else np.empty((0, self.dimension), dtype=np.float32)
 
 
-def _text_vector(text: str) -> NDArray[np.float32]:
-    total = np.sum([_word_vector(word) for word in re.findall(r"\w+", text.lower())] or [np.ones(D)], axis=0)
+def _text_vector(text: str, dimension: int) -> NDArray[np.float32]:
+    words = [_word_vector(word, dimension) for word in re.findall(r"\w+", text.lower())]
+    total = np.sum(words or [np.ones(dimension)], axis=0)
     unit: NDArray[np.float32] = (total / np.linalg.norm(total)).astype(np.float32)
     return unit
 
 
 @lru_cache(None)
-def _word_vector(word: str) -> NDArray[np.float64]:
+def _word_vector(word: str, dimension: int) -> NDArray[np.float64]:
     seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big")
-    return np.random.default_rng(seed).standard_normal(D)
+    return np.random.default_rng(seed).standard_normal(dimension)
 
 
 def config(kind: str, **settings: Any) -> StillroomConfig:
@@ -128,7 +138,13 @@ def repair(job: dict[str, Any], say: Say) -> None:
         say(done=True, findings=len(report.findings))
 
 
-JOBS = {"repair": repair, "add": add, "remove": remove, "search": search, "watch": watch}
+def reembed(job: dict[str, Any], say: Say) -> None:
+    with opened(job) as kb:
+        report = kb.reembed(OTHER_MODEL, num_together=40)
+        say(done=True, num_chunks=report.num_chunks)
+
+
+JOBS = {"repair": repair, "add": add, "remove": remove, "search": search, "watch": watch, "reembed": reembed}
 
 # The process that forks
 

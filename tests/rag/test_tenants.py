@@ -124,8 +124,8 @@ def test_tenants_share_weights_but_no_search_result_and_no_vector(docs: Path, tm
             assert found.embed_seconds > 0 and found.search_seconds > 0, "it was searched"
             assert stillroom.search(QUESTION).search_seconds == 0, "a tenant's own results are cached"
             assert stillroom._search.num_hits == 1
-            assert stillroom._kb._embedder._cached.cache_info().misses == 1
-        assert a._kb._embedder._load() is own._kb._embedder._load()
+            assert stillroom._kb._active.opened.embedder._cached.cache_info().misses == 1
+        assert a._kb._active.opened.embedder._load() is own._kb._active.opened.embedder._load()
 
 
 def test_removing_a_document_drops_its_kv_for_that_tenant_only(docs: Path, tmp_path: Path) -> None:

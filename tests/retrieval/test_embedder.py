@@ -59,6 +59,19 @@ def test_progress_is_reported_after_each_batch(embedder: Embedder) -> None:
     assert sorted(done) == [3, 16, 16]
 
 
+def test_text_longer_than_the_model_reads_is_embedded_in_parts(embedder: Embedder) -> None:
+    long = " ".join(f"The keeper number {number} opens the vault." for number in range(60))
+    found = embedder.embed_whole(["Rotate the keys.", long, "Cats sleep."])
+    np.testing.assert_array_equal(found[[0, 2]], embedder.embed_documents(["Rotate the keys.", "Cats sleep."]))
+    parts = embedder._parts(long)
+    assert "".join(parts) == long and len(parts) == 2
+    assert max(embedder.count_tokens(part) for part in parts) <= embedder.max_seq_length - 2
+    total = embedder.embed_documents(parts).sum(axis=0)
+    np.testing.assert_allclose(found[1], total / np.linalg.norm(total), atol=1e-6)
+    cut = embedder.embed_documents([long])[0]
+    assert cut @ found[1] < 0.999, "it would be embedded without its end"
+
+
 def test_threads_get_their_own_results(embedder: Embedder) -> None:
     expected = [embedder.embed_queries([text])[0] for text in TEXTS]
     found: dict[int, np.ndarray] = {}

@@ -41,6 +41,7 @@ def make_old(folder: Path) -> None:
     database = sqlite3.connect(folder / "corpus.sqlite3")
     with database:
         database.execute("DROP TABLE commits")
+        database.execute("DROP TABLE vector_sets")
         database.execute("DROP TRIGGER commits_have_names")
         database.execute("DROP INDEX documents_by_public_id")
         for table, column, _ in ADDED_COLUMNS:

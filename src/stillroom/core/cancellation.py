@@ -19,6 +19,11 @@ class Cancellation:
         """End the work at its next `check`. Idempotent."""
         self._event.set()
 
+    def wait(self, seconds: float) -> None:
+        """Pause the work. Raises ChangeCancelledError as soon as it is cancelled."""
+        self._event.wait(seconds)
+        self.check()
+
     def check(self) -> None:
         """Raise ChangeCancelledError if the work was cancelled."""
         if self._event.is_set():

@@ -102,6 +102,9 @@ class QueryCache:
         generation = self._corpus.generation
         self._drop_other_generations(generation)
         vector = self._corpus.embed_question(query) if self._compares_vectors(mode) else None
+        if vector is not None and self._corpus.generation != generation:  # another model may have embedded it
+            yield from self._corpus.search_staged(query, mode=mode, top_k=top_k, num_stages=num_stages, where=where)
+            return
         found = self._find(question, generation, vector)
         if found is not None:
             yield SearchResult(found.results, num_reranked=found.num_reranked)  # without the seconds of the search

@@ -36,6 +36,7 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.originals import Originals
+from stillroom.retrieval.reembedding import ReembedProgress, ReembedReport
 from stillroom.retrieval.store.document_names import documents_like
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
@@ -282,6 +283,25 @@ class Stillroom:
         with self._changing():
             return self._kb.verify(repair=repair, progress=progress)
 
+    def reembed(
+        self,
+        model: str | None = None,
+        *,
+        progress: Callable[[ReembedProgress], None] | None = None,
+        stop: Cancellation | None = None,
+    ) -> ReembedReport:
+        """Embed all documents again with another embedder, and search with it from then on; see
+        `KnowledgeBase.reembed`. Searches and changes of documents go on meanwhile, also in other processes."""
+        try:
+            return self._kb.reembed(model, progress=progress, stop=stop)
+        finally:
+            if self._loader.is_open:
+                self._search.drop_stale()
+
+    def begin_reembedding(self) -> None:
+        """Change the embedder in a thread, if the settings name another one than that of the documents' vectors."""
+        self._kb.begin_reembedding()
+
     def prepare(
         self, *targets: str, progress: Callable[[PrepareProgress], None] | None = None, stop: Cancellation | None = None
     ) -> PrepareReport:
@@ -449,6 +469,11 @@ class Stillroom:
     def model_name(self) -> str:
         """The model's name, as it was given; `bundled` as the name of the default model."""
         return self._loader.model_name
+
+    @property
+    def embedder_name(self) -> str:
+        """The embedder of the last search; another process may have changed it since. No file is read."""
+        return self._opened_kb.embedder_name
 
     @property
     def warnings(self) -> tuple[str, ...]:

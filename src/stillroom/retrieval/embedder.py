@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 Vectors = NDArray[np.float32]
 
+_SPECIAL_TOKENS = 2
+"""Tokens that a model puts around a text."""
+
+_RESERVED_TOKENS = 8
+"""Tokens left free in a part of a text: its first word may have more tokens than it had in the text."""
+
 _NUM_KEPT = 1024
 """Number of cached query vectors (1.5 MB). Embedding takes eight times as long as the rest of a search."""
 
@@ -66,6 +72,11 @@ class Embedder:
     def max_seq_length(self) -> int:
         """Maximum number of tokens read, including special tokens. Does not load the model."""
         return self._files.max_seq_length
+
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens that the model puts before a document, such as `passage: `. Does not load the model."""
+        return self.count_tokens(self._files.prompts.get("document", ""))
 
     @property
     def fingerprint(self) -> str:
@@ -160,6 +171,30 @@ class Embedder:
             ModelNotFoundError: The model is missing or cannot be loaded.
         """
         return self._embed(texts, "document", on_batch)
+
+    def embed_whole(self, texts: Sequence[str], on_batch: Callable[[int], None] | None = None) -> Vectors:
+        """As `embed_documents`, for chunks that were cut for another model: a text that is longer than this model reads
+        is embedded in parts, and its vector is the mean of theirs, of length 1."""
+        parts = [self._parts(text) for text in texts]
+        vectors = self.embed_documents([part for some in parts for part in some], on_batch)
+        if len(vectors) == len(texts):
+            return vectors
+        starts = np.cumsum([0, *(len(some) for some in parts[:-1])])
+        sums: Vectors = np.add.reduceat(vectors, starts, axis=0)
+        is_cut = np.array([len(some) > 1 for some in parts])
+        sums[is_cut] /= np.linalg.norm(sums[is_cut], axis=1, keepdims=True)
+        return sums
+
+    @panics_as_errors("the tokenizer")
+    def _parts(self, text: str) -> list[str]:
+        """Cut a text between tokens into parts of nearly equal length that the model reads completely."""
+        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+        most = max(1, self.max_seq_length - self.num_prompt_tokens - _RESERVED_TOKENS)
+        if len(offsets) <= most + _RESERVED_TOKENS - _SPECIAL_TOKENS:
+            return [text]
+        num = -(-len(offsets) // most)
+        cuts = [offsets[len(offsets) * part // num][0] for part in range(1, num)]
+        return [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
 
     @panics_as_errors("the tokenizer")
     def _embed(self, texts: Sequence[str], kind: "Kind", on_batch: Callable[[int], None] | None) -> Vectors:

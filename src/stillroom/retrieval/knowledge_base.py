@@ -3,6 +3,7 @@
     kb/manifest.json     settings that it was made with; they override the configuration
     kb/corpus.sqlite3    the truth: text and embeddings
     kb/dense.npz         projection: the dense index; dense.lists if its lists are on disk
+    kb/vectors-1/        instead of dense.npz after the first change of the embedder, and so on
     kb/sparse/           projection: the BM25 index
     kb/qdrant/           instead of dense.npz: an embedded Qdrant collection
     kb/write.lock        held while writing; writer.json names the writer
@@ -11,15 +12,15 @@ One writer at a time, any number of readers, in any mix of threads and processes
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.config.settings import IndexConfig, SearchMode, StillroomConfig
+from stillroom.config.settings import EmbedderConfig, IndexConfig, SearchMode, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk, DocumentInfo, SearchResult
@@ -27,23 +28,31 @@ from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.private_files import close_to_others
 from stillroom.errors import (
     CorruptKnowledgeBaseError,
-    IncompatibleKnowledgeBaseError,
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
     StorageError,
     UsageError,
 )
+from stillroom.retrieval import reembedding
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.digest import IndexDigest, index_digest
+from stillroom.retrieval.embedded_corpus import ActiveCorpus, EmbeddedCorpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
 from stillroom.retrieval.index.bm25 import DamagedPostingsError
-from stillroom.retrieval.index.indexes import Indexes
+from stillroom.retrieval.index.indexes import DenseFiles, Indexes
 from stillroom.retrieval.ingest import AddObserver, AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.loaders.document_metadata import given_metadata
 from stillroom.retrieval.loaders.ocr_use import check_installed
+from stillroom.retrieval.reembedding import (
+    BackgroundReembedding,
+    OnReembedProgress,
+    Reembedding,
+    ReembedReport,
+    delete_old_vectors,
+)
 from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.reranker import Reranker
 from stillroom.retrieval.store.corpus import Corpus
@@ -57,6 +66,7 @@ from stillroom.retrieval.store.folder import (
     check_manifest_exists,
 )
 from stillroom.retrieval.store.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
+from stillroom.retrieval.store.vector_sets import ActiveVectors, VectorSetRecord, VectorSets, VectorsReplacedError
 from stillroom.retrieval.vector_index import NUM_STAGES
 from stillroom.retrieval.verify.check import Verification
 from stillroom.retrieval.verify.verify_report import OnProgress, VerifyReport
@@ -75,26 +85,26 @@ class KnowledgeBase:
     ) -> None:
         """Use `open`."""
         self.path = path
-        self._manifest = manifest
-        self._config = manifest.applied_to(config)
         manifest.warn_of_ignored_settings(config, path)
         self._clock = clock
-        self._embedder: Embedder = Embedder(self._config.embedder, None if weights_of is None else weights_of._embedder)
         self.corpus = Corpus(path / CORPUS)
         """The documents as stored. Changes go through `add`, `remove` or `writing`."""
-        self.indexes = Indexes(path, self.corpus, self._config.index, manifest.dimension, qdrant=self._config.qdrant)
-        """The dense and the sparse index, for measurements."""
-        shared = None if weights_of is None else weights_of._reranker
-        model = self._config.search.reranker
-        self._reranker: Reranker | None = Reranker(model, clock, shared) if model else None
-        self._search = HybridSearch(
-            self.corpus, self.indexes, self._embedder, self._config.search, clock, self._reranker
+        self._weights_of = weights_of
+        reranker = config.search.reranker
+        self._reranker: Reranker | None = (
+            Reranker(reranker, clock, None if weights_of is None else weights_of._reranker) if reranker else None
         )
+        self._active = ActiveCorpus(self.corpus, manifest, config, self._open_vectors)
+        self._active.manifest.warn_of_other_model(config, path)
+        self._sets = VectorSets(self.corpus)
         self.hides_folders = False
         self._lock = WriteLock(path, clock, self.corpus.check_is_there)
-        self._repairs = Repairs(path, self.indexes, self._lock, clock)
-        self._checking = Lock()
-        self._is_embedder_checked = False
+        self._repairs = Repairs(path, lambda: self._active.current().indexes, self._lock, clock)
+        self._reembedding = BackgroundReembedding(
+            lambda on_progress, stop: self.reembed(
+                progress=on_progress, stop=stop, num_together=reembedding.IN_BACKGROUND
+            )
+        )
         self._unreadable: Failures = {}
 
     @classmethod
@@ -116,7 +126,7 @@ class KnowledgeBase:
         Raises:
             KnowledgeBaseNotFoundError: There is none, and `create` is false.
             KnowledgeBaseError: The folder holds other files.
-            IncompatibleKnowledgeBaseError: It has a later format, or another embedder than `config` names.
+            IncompatibleKnowledgeBaseError: It has a later format.
             CorruptKnowledgeBaseError: One of its files is damaged or missing.
             ModelNotFoundError: A new one was to be made, and its embedder is missing.
         """
@@ -145,6 +155,11 @@ class KnowledgeBase:
     def is_there(self) -> bool:
         """Whether the folder still holds the knowledge base that was opened; one `stat`."""
         return self.corpus.is_there
+
+    @property
+    def indexes(self) -> Indexes:
+        """The dense and the sparse index, for measurements."""
+        return self._active.opened.indexes
 
     # Documents
 
@@ -177,12 +192,13 @@ class KnowledgeBase:
                 sent with the next change.
         """
         given = given_metadata(metadata or {})
-        if self._config.documents.ocr == "on":
+        if self._active.config.documents.ocr == "on":
             check_installed()
-        with self._lock.held("add"), self._repairs.updating_indexes():
-            observer = AddObserver(self.corpus, self.indexes, progress, stop)
-            reader = FileReader(self._config.documents, self._unreadable, observer.check)
-            ingest = Ingest(self.corpus, self._chunker(), self._checked_embedder(), reader, self._clock, observer)
+        with self._changing("add") as current:
+            observer = AddObserver(self.corpus, current.indexes, progress, stop)
+            reader = FileReader(self._active.config.documents, self._unreadable, observer.check)
+            embedder = current.checked_embedder()
+            ingest = Ingest(self.corpus, self._chunker(embedder), embedder, reader, self._clock, observer)
             return ingest.run(paths, given, exclude)
 
     def remove(self, targets: Sequence[str]) -> RemoveReport:
@@ -193,7 +209,7 @@ class KnowledgeBase:
             UnknownDocumentError: No target names a document; single unknown targets are in the report.
             KnowledgeBaseBusyError: Another writer holds the lock.
         """
-        with self._lock.held("remove"), self._repairs.updating_indexes():
+        with self._changing("remove"):
             names = self.corpus.names
             known = {id_: names.path_of(name) for name, ids in self.corpus.paths().items() for id_ in ids}
             found, unknown = documents_at(targets, known, names)
@@ -221,9 +237,11 @@ class KnowledgeBase:
         return self.corpus.num_chunks
 
     @property
-    def generation(self) -> tuple[int, int]:
-        """Changes with every change of documents, by any process, and again when the postings show it; cheap."""
-        return self.corpus.generation, self.indexes.sparse_generation
+    def generation(self) -> tuple[int, int, int]:
+        """Changes with every change of documents or of the embedder, by any process, and again when the postings show
+        it; cheap."""
+        current = self._active.current()
+        return self.corpus.generation, current.indexes.sparse_generation, current.record.number
 
     @property
     def num_changes(self) -> int:
@@ -257,38 +275,47 @@ class KnowledgeBase:
     ) -> Iterator[SearchResult]:
         """Yield up to `num_stages` results: provisional ones, then the result of `search` if the documents do not
         change. The caller may stop at any stage. Raises as `search`, with the first result."""
-        needs_vectors = (mode or self._config.search.mode) != "sparse"
+        needs_vectors = (mode or self._active.config.search.mode) != "sparse"
         self._repairs.before_search(needs_vectors=needs_vectors)
-        if needs_vectors:
-            self._checked_embedder()
-        try:
-            yield from self._search.search_staged(query, mode, top_k, num_stages, where)
-        except DamagedPostingsError:
-            self._repairs.repair_words()
-            yield from self._search.search_staged(query, mode, top_k, 1, where)
+        may_repair = True
+        while True:
+            try:
+                with self._active.in_use() as current:
+                    if needs_vectors:
+                        current.checked_embedder()
+                    yield from current.search.search_staged(query, mode, top_k, num_stages, where)
+                return
+            except DamagedPostingsError:
+                if not may_repair:
+                    raise
+                may_repair = False
+                self._repairs.repair_words()
+            except VectorsReplacedError:
+                pass
+            num_stages = 1
 
     def hide_folders(self) -> None:
         """From now on, name documents by public ids (`core.ids.public_id`) in names and filters, for callers that must
         not learn paths of this machine."""
         self.hides_folders = True
-        self._search.hide_folders()
+        self._active.hide_folders()
 
     def avoid_torch(self) -> None:
         """Embed queries without torch from now on, where that is possible (`Embedder.avoid_torch`)."""
-        self._embedder.avoid_torch()
+        self._active.avoid_torch()
 
     def allowed(self, where: str) -> AllowedIds:
         """Return the chunks of all documents that a filter allows now. Raises FilterError if it is invalid."""
-        return self._search.allowed(where)
+        return self._active.current().search.allowed(where)
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """Return the unfused candidates of dense and sparse search, each with both scores."""
         self._checked_embedder()
         try:
-            return self._search.candidates(query, num_candidates)
+            return self._active.current().search.candidates(query, num_candidates)
         except DamagedPostingsError:
             self._repairs.repair_words()
-            return self._search.candidates(query, num_candidates)
+            return self._active.current().search.candidates(query, num_candidates)
 
     def record_ids(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, str]:
         """Return the JSONL record of each chunk; chunks of other documents are absent."""
@@ -314,11 +341,11 @@ class KnowledgeBase:
     @property
     def index_config(self) -> IndexConfig:
         """The settings that the dense index was made with."""
-        return self._config.index
+        return self._active.config.index
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder that `config` names. Raises as `embed`."""
+        """The embedder whose vectors searches use now. Raises as `embed`."""
         return self._checked_embedder()
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -355,7 +382,7 @@ class KnowledgeBase:
             try:
                 return self._digest(may_write)
             except CorruptKnowledgeBaseError:  # in a part of a file that was not read before
-                self.indexes.discard_dense()
+                self._active.current().indexes.discard_dense()
                 return self._digest(may_write)
 
     def verify(self, *, repair: bool = False, progress: OnProgress | None = None) -> VerifyReport:
@@ -370,13 +397,64 @@ class KnowledgeBase:
             KnowledgeBaseBusyError: Another writer holds the lock.
             StorageError: The disk is full or failing.
         """
-        run = Verification(self.path, self.corpus, self.indexes, self._config, self._manifest.dimension, self._clock)
         with self._lock.held("verify") if repair else self._lock.held_if_writable("verify"):
-            embed = (lambda texts: self._checked_embedder().embed_documents(texts)) if repair else None
+            current = self._active.current()
+            run = Verification(
+                self.path, self.corpus, current.indexes, self._active.config, current.record.dimension, self._clock
+            )
+            embed = (lambda texts: self._checked_embedder().embed_whole(texts)) if repair else None
             return run.run(embed, progress or (lambda done, total: None))
+
+    # The embedder
+
+    @property
+    def model(self) -> str:
+        """Name of the embedder whose vectors searches use now."""
+        return self._active.current().record.model
+
+    @property
+    def embedder_name(self) -> str:
+        """Name of the embedder of the last search; no file is read."""
+        return self._active.config.embedder.model
+
+    def reembed(
+        self,
+        model: str | None = None,
+        *,
+        progress: OnReembedProgress | None = None,
+        stop: Cancellation | None = None,
+        num_together: int = reembedding.COMMITTED_TOGETHER,
+    ) -> ReembedReport:
+        """Embed every document again with another model, and then search with it. Searches use the present vectors
+        until the switch, and documents may be changed meanwhile. An interrupted call can be repeated and continues.
+
+        Args:
+            model: None takes the model in the settings, or the present one, if its files have changed.
+            num_together: Chunks per commit: the most work that an interruption loses.
+
+        Raises:
+            KnowledgeBaseBusyError: Another process does the same.
+            ModelNotFoundError: The model is missing.
+            ConfigError: The index of the knowledge base does not fit the model's dimension.
+            StorageError: The disk is full; searches go on, and the next call continues.
+            ChangeCancelledError: `stop` was cancelled.
+        """
+        current = self._active.current()
+        model = model or self._active.wanted_model or current.config.embedder.model
+        asked = dataclasses.replace(current.config.embedder, model=model)
+        config = dataclasses.replace(current.config, embedder=asked)
+        run = Reembedding(self.path, self.corpus, config, self._new_embedder(asked), self._lock, self._clock)
+        on_progress, stop = progress or (lambda _: None), stop or Cancellation()
+        return run.run(current.record, on_progress, stop, self._active.current, num_together)
+
+    def begin_reembedding(self) -> None:
+        """Call `reembed` in a thread if the settings name another embedder than that of the vectors. Idempotent."""
+        if self._active.wanted_model is not None:
+            self._reembedding.begin()
 
     def close(self) -> None:
         """Close the files. Idempotent."""
+        self._reembedding.end()
         self._repairs.close()
         self.indexes.close()
         self.corpus.close()
@@ -387,34 +465,46 @@ class KnowledgeBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chunker(self) -> Chunker:
-        embedder = self._embedder
-        return Chunker(embedder.tokenizer, self._config.chunker.max_tokens, embedder.max_seq_length)
+    # Inside
+
+    def _open_vectors(self, record: VectorSetRecord, config: StillroomConfig) -> EmbeddedCorpus:
+        """Open the corpus with the vectors of a set, which is the active one."""
+        dense = DenseFiles(ActiveVectors(self.corpus, record), record.folder(self.path))
+        indexes = Indexes(self.path, self.corpus, config.index, record.dimension, qdrant=config.qdrant, dense=dense)
+        embedder = self._new_embedder(config.embedder)
+        search = HybridSearch(self.corpus, indexes, embedder, config.search, self._clock, self._reranker)
+        return EmbeddedCorpus(record, config, embedder, indexes, search)
+
+    def _new_embedder(self, config: EmbedderConfig) -> Embedder:
+        """Make an embedder that loads nothing yet, and shares the weights of the other knowledge base if it can."""
+        return Embedder(config, None if self._weights_of is None else self._weights_of._active.opened.embedder)
+
+    @contextlib.contextmanager
+    def _changing(self, action: str) -> Iterator[EmbeddedCorpus]:
+        """Hold the write lock, and write the indexes at the end."""
+        with self._lock.held(action):
+            current = self._active.current()
+            delete_old_vectors(self.path, self._sets, self.corpus, self._active.config)
+            with self._repairs.updating_indexes():
+                yield current
+
+    def _chunker(self, embedder: Embedder) -> Chunker:
+        most = embedder.max_seq_length - embedder.num_prompt_tokens
+        return Chunker(embedder.tokenizer, self._active.config.chunker.max_tokens, most)
 
     def _checked_embedder(self) -> Embedder:
-        """Return the embedder after comparing its fingerprint with the manifest, once.
-
-        Raises:
-            IncompatibleKnowledgeBaseError: They differ.
-        """
-        with self._checking:
-            if not self._is_embedder_checked:
-                if self._embedder.fingerprint != self._manifest.fingerprint:
-                    raise IncompatibleKnowledgeBaseError(
-                        f"the files of embedder {self._manifest.model!r} are not those that {self.path} was made "
-                        "with; put the old files back, or make the knowledge base again"
-                    )
-                self._is_embedder_checked = True
-        return self._embedder
+        """Return the embedder. Raises as `EmbeddedCorpus.checked_embedder`."""
+        return self._active.current().checked_embedder()
 
     def _digest(self, may_write: bool) -> IndexDigest:
+        current = self._active.current()
         if may_write:
-            self.indexes.write()
-        elif not self.indexes.build_private_postings():
+            current.indexes.write()
+        elif not current.indexes.build_private_postings():
             raise StorageError(
                 f"{self.path} cannot be written, and its postings are behind; search it once where it can be written"
             )
-        return index_digest(self._manifest, self.corpus, *self.indexes.current())
+        return index_digest(self._active.manifest, self.corpus, *current.indexes.current())
 
 
 def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:

@@ -79,6 +79,18 @@ class ModelFiles:
         return str(self._read_json("config_sentence_transformers.json").get("model_type", ""))
 
     @cached_property
+    def prompts(self) -> dict[str, str]:
+        """Texts put before a `query` and a `document`, such as `query: ` and `passage: ` for E5. Empty ones are absent.
+
+        For documents, the first of `document`, `passage` and `corpus` that is not empty. (sentence-transformers 6 finds
+        its own default, an empty `document`, and ignores the others.)
+        """
+        stated = self._stated_prompts
+        first = next((stated[name] for name in _DOCUMENT_PROMPTS if stated.get(name)), "")
+        found = {"query": stated.get("query") or "", "document": first}
+        return {kind: prompt for kind, prompt in found.items() if prompt}
+
+    @cached_property
     def is_plain_bert(self) -> bool:
         """Whether the vectors are the means of BERT's last hidden states, of length 1 and without prompts."""
         parts = [(one["type"].rpartition(".")[2], one["path"]) for one in self._read_json("modules.json") or []]
@@ -86,10 +98,9 @@ class ModelFiles:
             return False
         pooling = self._read_json(f"{parts[1][1]}/config.json")
         pools = [name for name, is_on in pooling.items() if name.startswith("pooling_mode_") and is_on]
-        prompts = self._read_json("config_sentence_transformers.json").get("prompts") or {}
         wanted = {"model_type": "bert", "hidden_act": "gelu"}
         return (
-            not any(prompts.values())
+            not any(self._stated_prompts.values())
             and pools == ["pooling_mode_mean_tokens"]
             and wanted.items() <= self.config.items()
             and self.config.keys() >= _BERT_SIZES
@@ -107,6 +118,8 @@ class ModelFiles:
             is_part = path.suffix in (".safetensors", ".bin", ".model") or path.name in _CONFIG_FILES
             if path.is_file() and is_part and not name.startswith((".", "onnx/", "openvino/")):
                 digest.update(f"{name}\0{_sha256_of(path, _version(path))}\n".encode())
+        if self.prompts.get("document") and not self._stated_prompts.get("document"):
+            digest.update(b"prompt\0")  # earlier versions put none before documents of such a model
         return digest.hexdigest()[:32]
 
     def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -122,11 +135,16 @@ class ModelFiles:
             "check that the folder is a complete sentence-transformers model"
         )
 
+    @property
+    def _stated_prompts(self) -> dict[str, str | None]:
+        return self._read_json("config_sentence_transformers.json").get("prompts") or {}
+
     def _read_json(self, name: str) -> Any:
         path = self.folder / name
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 _BERT_SIZES = frozenset(
     {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
     | {"max_position_embeddings", "type_vocab_size", "layer_norm_eps"}

@@ -7,7 +7,7 @@ missing postings are made for this process only.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 
@@ -34,20 +34,25 @@ class Repairs:
     """Index updates of one open knowledge base. Thread-safe."""
 
     def __init__(
-        self, folder: Path, indexes: Indexes, lock: WriteLock, clock: Clock, spawn: Spawn | None = None
+        self, folder: Path, indexes: Callable[[], Indexes], lock: WriteLock, clock: Clock, spawn: Spawn | None = None
     ) -> None:
         """
         Args:
             folder: Folder of the knowledge base, for messages.
+            indexes: Returns the indexes of the active vectors.
             spawn: Runs background repairs; None uses a thread.
         """
         self._folder = folder
-        self._indexes, self._lock, self._clock = indexes, lock, clock
+        self._current_indexes, self._lock, self._clock = indexes, lock, clock
         self._background = Background("stillroom-repair")
         self._spawn = spawn or self._background.run
         self._is_checked = self._has_warned = False
         self._next_check = 0.0
         self._repairing_words = Lock()
+
+    @property
+    def _indexes(self) -> Indexes:
+        return self._current_indexes()
 
     @contextlib.contextmanager
     def updating_indexes(self) -> Iterator[None]:

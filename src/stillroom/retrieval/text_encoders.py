@@ -107,6 +107,7 @@ class BertTextEncoder:
 class SentenceTransformersEncoder:
     def __init__(self, files: ModelFiles, device: str) -> None:
         self.device_type = device
+        self._prompts = files.prompts
         with quiet_libraries():
             from sentence_transformers import SentenceTransformer
 
@@ -122,6 +123,7 @@ class SentenceTransformersEncoder:
             show_progress_bar=False,
             normalize_embeddings=True,
             convert_to_numpy=True,
+            prompt=self._prompts.get(kind),
             **self._padding(),
         )
         return np.asarray(found, dtype=np.float32)

@@ -276,4 +276,4 @@ def _names(stillroom: "Stillroom") -> list[str]:
     engine, model = stillroom.config.engine.kind, stillroom.config.runtime.model
     alone = [] if engine == "builtin" and reader_folder(model) is not None else [chat.CHAT_ALIAS]
     reranker = stillroom.config.search.reranker
-    return [stillroom.model_name, stillroom.config.embedder.model, *([reranker] if reranker else []), *alone]
+    return [stillroom.model_name, stillroom.embedder_name, *([reranker] if reranker else []), *alone]

@@ -24,7 +24,7 @@ from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.vector_sets import VectorSource
 from stillroom.retrieval.tiers.hot_lists import Counts, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile
 from stillroom.retrieval.vector_index import VectorIndex
@@ -42,9 +42,13 @@ class DenseStore:
     """Keeps one dense index equal to the corpus, in memory and on disk. Not thread-safe."""
 
     def __init__(
-        self, folder: Path, corpus: Corpus, config: IndexConfig, dimension: int, spawn: Spawn | None = None
+        self, folder: Path, corpus: VectorSource, config: IndexConfig, dimension: int, spawn: Spawn | None = None
     ) -> None:
-        """`spawn`: runs exchanges of lists; None takes a thread."""
+        """
+        Args:
+            corpus: What the index shows.
+            spawn: Runs exchanges of lists; None takes a thread.
+        """
         self._folder, self._corpus, self._config, self._dimension = folder, corpus, config, dimension
         self._arrays_path, self._lists_path = (folder / name for name in DENSE_FILES)
         self._heat_path = folder / "list_heat.npz"

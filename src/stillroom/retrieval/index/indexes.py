@@ -7,6 +7,7 @@ without embedding anything again.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
+from stillroom.core.private_files import make_folder
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError, StorageError
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.bm25 import Bm25Index
@@ -26,6 +28,7 @@ from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.index.tuning import Tuner
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.vector_sets import VectorSource
 from stillroom.retrieval.tiers.hot_lists import ListFigures, Spawn
 from stillroom.retrieval.vector_index import VectorIndex
 
@@ -35,10 +38,18 @@ _BATCH = 4096
 _MAX_SHARE_REMOVED = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class DenseFiles:
+    """The vectors of a dense index, and the folder of its files."""
+
+    vectors: VectorSource
+    folder: Path
+
+
 class Indexes:
     """Thread-safe."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  its parts
         self,
         folder: Path,
         corpus: Corpus,
@@ -46,28 +57,35 @@ class Indexes:
         dimension: int,
         spawn: Spawn | None = None,
         qdrant: QdrantConfig | None = None,
+        dense: DenseFiles | None = None,
     ) -> None:
         """
         Args:
+            folder: folder of the knowledge base.
             spawn: see `DenseStore`.
             qdrant: settings of a Qdrant collection; None takes the defaults.
+            dense: vectors and folder of the dense index; None takes those of the corpus, and `folder`.
         """
         self._corpus = corpus
-        self._folder = folder
+        self._vectors = dense.vectors if dense else corpus
+        self._folder, self.dense_folder = folder, dense.folder if dense else folder
+        if self.dense_folder != folder and folder.is_dir():
+            with contextlib.suppress(OSError):  # writing reports the error
+                make_folder(self.dense_folder)
         self._config, self._dimension = config, dimension
         self._sparse_folder = folder / "sparse"
         self._lock = Lock()
         """Guards the dense index."""
         self._sparse_lock = Lock()
         self._dense: DenseStore | CollectionStore = (
-            CollectionStore(folder, corpus, config, qdrant or QdrantConfig(), dimension)
+            CollectionStore(self.dense_folder, self._vectors, config, qdrant or QdrantConfig(), dimension)
             if config.kind == "qdrant"
-            else DenseStore(folder, corpus, config, dimension, spawn)
+            else DenseStore(self.dense_folder, self._vectors, config, dimension, spawn)
         )
         self._has_tiers = config.has_tiers
         self._batcher = SearchBatcher(self._lock, self._search_batch)
         self._sparse: Bm25Index | None = None
-        self._tuner = Tuner(folder / "tuning.json", config, corpus.corpus_id)
+        self._tuner = Tuner(self.dense_folder / "tuning.json", config, self._vectors.corpus_id)
 
     def search_dense(self, query: NDArray[np.float32], k: int, allowed: AllowedIds | None = None) -> Ranking:
         """Return the k chunks nearest to a unit query [d]; the score is the cosine.
@@ -134,7 +152,7 @@ class Indexes:
         """Return cosine and BM25 score of each chunk of either ranking, computing missing ones; removed chunks are left
         out."""
         cosines, bm25 = dict(dense), dict(sparse)
-        found, vectors = self._corpus.embeddings([chunk_id for chunk_id in bm25 if chunk_id not in cosines])
+        found, vectors = self._vectors.embeddings([chunk_id for chunk_id in bm25 if chunk_id not in cosines])
         if len(found):
             cosines |= zip(map(ChunkId, found.tolist()), (vectors @ query).tolist(), strict=True)
         index = self._current_sparse()
@@ -201,6 +219,12 @@ class Indexes:
             sparse.build_private(self._chunks(changes.added), changes.generation)
         return not self.is_sparse_behind()
 
+    def write_dense(self) -> None:
+        """Bring the dense index up to date, and not the sparse one. Needs the write lock, unless no other process uses
+        this dense index. Raises as `write`."""
+        with self._translating_errors():
+            self._write_dense()
+
     def write_collection(self) -> None:
         """Bring a Qdrant collection up to date; no-op for other indexes. Needs the write lock. Raises as `write`.
 
@@ -234,7 +258,7 @@ class Indexes:
             with self._lock:
                 yield self._dense
             return
-        store = DenseStore(self._folder, self._corpus, self._config, self._dimension)
+        store = DenseStore(self.dense_folder, self._vectors, self._config, self._dimension)
         try:
             yield store
         finally:

@@ -23,7 +23,7 @@ from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.qdrant_collection import QdrantCollection
 from stillroom.retrieval.ranking import Ranking, ranked, top_k
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.vector_sets import VectorSource
 from stillroom.retrieval.vector_index import VectorIndex
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ MOST_BEHIND = 10_000
 class QdrantIndex(VectorIndex):
     """A `VectorIndex` that reads changes from the corpus (`refresh`, `catch_up`)."""
 
-    def __init__(self, collection: QdrantCollection, corpus: Corpus, dimension: int, ef_search: int) -> None:
+    def __init__(self, collection: QdrantCollection, corpus: VectorSource, dimension: int, ef_search: int) -> None:
         self._collection = collection
         self._corpus = corpus
         self._dimension = dimension
@@ -159,6 +159,10 @@ class QdrantIndex(VectorIndex):
         self._is_counted = False
         self._shown = None
 
+    def delete(self) -> None:
+        """Delete the collection, if it exists."""
+        self._collection.delete()
+
     def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         self._collection.put(ids.tolist(), vectors)
 
@@ -204,7 +208,9 @@ class QdrantIndex(VectorIndex):
 class CollectionStore:
     """Counterpart of `DenseStore` for a collection. Not thread-safe, except for the function of `prepare_write`."""
 
-    def __init__(self, folder: Path, corpus: Corpus, config: IndexConfig, qdrant: QdrantConfig, dimension: int) -> None:
+    def __init__(
+        self, folder: Path, corpus: VectorSource, config: IndexConfig, qdrant: QdrantConfig, dimension: int
+    ) -> None:
         """`folder`: folder of the knowledge base, which contains an embedded collection."""
         self._folder, self._corpus, self._config, self._qdrant = folder, corpus, config, qdrant
         self._dimension = dimension
@@ -245,6 +251,11 @@ class CollectionStore:
     def rebuild(self) -> None:
         """Empty the collection; `prepare_write` fills it."""
         self._opened().clear()
+
+    def delete(self) -> None:
+        """Delete the collection, if it exists, and close. Raises as `needs_write`."""
+        self._opened().delete()
+        self.close()
 
     def close(self) -> None:
         """Close the collection. Idempotent."""

@@ -97,13 +97,13 @@ class Corpus:
     @property
     def generation(self) -> int:
         """Number of commits that changed documents; one cheap read."""
-        with self._quick_reading() as connection:
+        with self.quick_reading() as connection:
             return int(connection.execute("SELECT generation FROM state").fetchone()[0])
 
     def commit_id(self, generation: int) -> str | None:
         """Return the id of the commit that made a generation. An index stores it to know which state it was made from.
         "" if the commit has no id (earlier versions); None if the generation never existed."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             found = connection.execute(sql_rows.SELECT_COMMIT, {"generation": generation}).fetchone()
         return None if found is None else str(found[0] or "")
 
@@ -117,47 +117,47 @@ class Corpus:
 
     def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """Return documents in the order of their ids, those after `after`, at most `limit`."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             found = connection.execute(sql_rows.SELECT_INFOS, (after, -1 if limit is None else limit))
             return [sql_rows.document_info(row) for row in found]
 
     def public_documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
         """As `documents`, in the order of public ids."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             found = connection.execute(sql_rows.SELECT_PUBLIC_INFOS, (after, -1 if limit is None else limit))
             return [sql_rows.document_info(row) for row in found]
 
     def documents_of(self, name: str) -> list[DocumentInfo]:
         """Return the document of an id or public id, or the documents of a file name."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [sql_rows.document_info(row) for row in connection.execute(sql_rows.SELECT_INFOS_OF, {"name": name})]
 
     def origin_of(self, document_id: DocumentId) -> DocumentOrigin | None:
         """Return where a document came from; None if there is no such document."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(sql_rows.SELECT_ORIGIN, (document_id,)).fetchone()
         return None if row is None else sql_rows.document_origin(row)
 
     def sources(self) -> dict[str, SourceFile]:
         """Return the record of each file, by name."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return {row[0]: sql_rows.source(row) for row in connection.execute(sql_rows.SELECT_SOURCES)}
 
     def pending(self) -> list[str]:
         """Return the names of files whose upload has not finished (`uploaded_files.note_pending`)."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [row[0] for row in connection.execute(sql_rows.SELECT_PENDING)]
 
     def document_ids(self, path: str) -> dict[DocumentId, str]:
         """Return the documents of a file with their content hashes."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             found = connection.execute("SELECT document_id, content_hash FROM documents WHERE path = ?", (path,))
             return {DocumentId(row[0]): row[1] for row in found}
 
     def paths(self) -> dict[str, list[DocumentId]]:
         """Return the document ids of every file, by file name."""
         found: dict[str, list[DocumentId]] = {}
-        with self._reading() as connection:
+        with self.reading() as connection:
             for path, document_id in connection.execute("SELECT path, document_id FROM documents"):
                 found.setdefault(path, []).append(DocumentId(document_id))
         return found
@@ -166,7 +166,7 @@ class Corpus:
         self, document_id: DocumentId, offset: int = 0, limit: int | None = None
     ) -> list[tuple[Chunk, NDArray[np.float32]]]:
         """Return a document's chunks in order with embeddings [d], without the first `offset`, at most `limit`."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             bounds = (-1 if limit is None else limit, offset)
             found = connection.execute(sql_rows.SELECT_CHUNKS_OF, (document_id, *bounds)).fetchall()
         return [(sql_rows.chunk(row), np.frombuffer(row[-1], dtype=np.float32)) for row in found]
@@ -174,28 +174,34 @@ class Corpus:
     def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:
         """Return the chunks of these ids; removed chunks are absent."""
         found: dict[ChunkId, Chunk] = {}
-        for row in self._select_in(sql_rows.SELECT_CHUNKS, chunk_ids, self._quick_reading):
+        for row in self._select_in(sql_rows.SELECT_CHUNKS, chunk_ids, self.quick_reading):
             chunk = sql_rows.chunk(row)
             found[chunk.chunk_id] = chunk
         return found
 
     def existing(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         """Return the ids that exist."""
-        found = self._select_in(sql_rows.SELECT_EXISTING, list(chunk_ids), self._quick_reading)
+        found = self._select_in(sql_rows.SELECT_EXISTING, list(chunk_ids), self.quick_reading)
         return {ChunkId(row[0]) for row in found}
 
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return the chunks before each of these in its document, in order, at most the last `limit`."""
         found: dict[ChunkId, tuple[ChunkId, ...]] = {}
-        with self._quick_reading() as connection:
+        with self.quick_reading() as connection:
             for chunk_id in chunk_ids:
                 rows = connection.execute(sql_rows.SELECT_BEFORE, {"chunk": int(chunk_id), "limit": limit}).fetchall()
                 found[chunk_id] = tuple(ChunkId(row[0]) for row in reversed(rows))
         return found
 
-    def embeddings(self, chunk_ids: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return ids [n] and embeddings [n, d] in the given order; removed chunks are left out."""
-        found = {row[0]: row[1] for row in self._select_in(sql_rows.SELECT_VECTORS, chunk_ids)}
+    def embeddings(
+        self, chunk_ids: Sequence[int], statement: str = sql_rows.SELECT_VECTORS
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return ids [n] and embeddings [n, d] in the given order; removed chunks are left out.
+
+        Args:
+            statement: Selects ids and vectors, as `SELECT_VECTORS`.
+        """
+        found = {row[0]: row[1] for row in self._select_in(statement, chunk_ids)}
         kept = [chunk_id for chunk_id in chunk_ids if chunk_id in found]
         vectors = np.frombuffer(b"".join(found[chunk_id] for chunk_id in kept), dtype=np.float32)
         if kept and len(vectors) % len(kept):
@@ -209,19 +215,21 @@ class Corpus:
         """Return the number of chunks that an index of a generation has to add."""
         return self._one(sql_rows.COUNT_ADDED, generation)[0]
 
-    def changes_since(self, generation: int, num_chunks: int | None = None) -> Changes:
+    def changes_since(self, generation: int, num_chunks: int | None = None, until: int | None = None) -> Changes:
         """Return the changes that an index of a generation misses. A chunk in both lists is to be removed, then added.
 
         Args:
             num_chunks: Return whole commits until this many chunks were added; None returns all.
+            until: Last generation to return; None returns all.
         """
-        with self._reading() as connection:
+        with self.reading() as connection:
             connection.execute("BEGIN")  # one snapshot for all statements
             try:
                 now = int(connection.execute("SELECT generation FROM state").fetchone()[0])
+                now = now if until is None else min(now, until)
                 if num_chunks is not None:
                     last = connection.execute(sql_rows.SELECT_NTH_ADDED, (generation, num_chunks - 1)).fetchone()
-                    now = last[0] if last else now
+                    now = min(now, last[0]) if last else now
                 added = connection.execute(sql_rows.SELECT_ADDED, (generation, now)).fetchall()
                 removed = connection.execute(sql_rows.SELECT_REMOVED, (generation, now)).fetchall()
             finally:
@@ -262,7 +270,7 @@ class Corpus:
         Raises:
             KnowledgeBaseBusyError: Another process holds SQLite's lock for more than 10 s.
         """
-        with self._writing() as connection:
+        with self.writing() as connection:
             writer = CorpusWriter(connection)
             for document in documents:
                 writer.put(document)
@@ -282,7 +290,7 @@ class Corpus:
         """Make the tables, or upgrade those of an earlier version, in one transaction."""
         if self._version() == sql_rows.SCHEMA_VERSION:
             return
-        with self._writing() as connection:
+        with self.writing() as connection:
             version = self._version()  # again, under the lock
             if version > sql_rows.SCHEMA_VERSION:
                 raise IncompatibleKnowledgeBaseError(
@@ -303,7 +311,7 @@ class Corpus:
             connection.execute(f"PRAGMA user_version = {sql_rows.SCHEMA_VERSION}")
 
     def _own_id(self) -> str:
-        with self._reading() as connection:
+        with self.reading() as connection:
             state = connection.execute("SELECT corpus_id FROM state").fetchone()
         if state is None:
             raise CorruptKnowledgeBaseError(
@@ -318,12 +326,12 @@ class Corpus:
     def _count(self) -> tuple[int, int, int]:
         """Return generation and numbers of documents and chunks; counted once per generation."""
         if self._counts[0] != self.generation:
-            with self._quick_reading() as connection:  # health probes must not wait for a writer
+            with self.quick_reading() as connection:  # health probes must not wait for a writer
                 self._counts = connection.execute(sql_rows.SELECT_COUNTS).fetchone()
         return self._counts
 
     def _one(self, statement: str, *parameters: int) -> tuple[int, ...]:
-        with self._reading() as connection:
+        with self.reading() as connection:
             row: tuple[int, ...] = connection.execute(statement, parameters).fetchone()
             return row
 
@@ -335,19 +343,20 @@ class Corpus:
     ) -> Iterator[tuple[Any, ...]]:
         for start in range(0, len(chunk_ids), _BATCH):
             batch = [int(chunk_id) for chunk_id in chunk_ids[start : start + _BATCH]]
-            with (reading or self._reading)() as connection:
+            with (reading or self.reading)() as connection:
                 found = connection.execute(statement.format(",".join("?" * len(batch))), batch).fetchall()
             yield from found
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Yield the connection for statements that only read. Raises as `CorpusFile.translating_errors`."""
         with self._lock:
             self._check_open()
             with self._file.translating_errors(), self._file.reading() as connection:
                 yield connection
 
     @contextlib.contextmanager
-    def _quick_reading(self) -> Iterator[sqlite3.Connection]:
+    def quick_reading(self) -> Iterator[sqlite3.Connection]:
         """A second connection, for short reads that never wait for a writer."""
         with self._quick_lock, self._file.translating_errors():
             self._check_open()
@@ -363,8 +372,9 @@ class Corpus:
         self.check_is_there()
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._reading() as connection:
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction, which is rolled back if an exception leaves the context. Raises as `commit`."""
+        with self.reading() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection

@@ -38,7 +38,13 @@ _WRITER = "writer.json"
 _LOCKED_LEFTOVERS = (".*.tmp", "sparse/.*.tmp", "sparse/.tmp*")
 """Temporary files written under the lock; the next holder may remove them at once."""
 
-_UNLOCKED_LEFTOVERS = (".list_heat.npz.*.tmp", ".scratch-*", f"{UPLOADS}/{INCOMING}/*")
+_UNLOCKED_LEFTOVERS = (
+    ".list_heat.npz.*.tmp",
+    ".scratch-*",
+    "vectors-*/.*.tmp",
+    "vectors-*/.scratch-*",
+    f"{UPLOADS}/{INCOMING}/*",
+)
 """Temporary files written without the lock; removed after `_MAX_AGE_S`."""
 
 _MAX_AGE_S = 3600.0

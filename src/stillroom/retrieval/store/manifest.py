@@ -1,6 +1,7 @@
 """The manifest: the settings that a knowledge base was made with. They override the configuration.
 
-A configuration with another embedder is refused: vectors of different models cannot be compared.
+The embedder is that of vector set 0; a later set has its own (`vector_sets.py`). Another embedder in the configuration
+is not used before every document was embedded again: vectors of different models cannot be compared.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.store.vector_sets import VectorSetRecord
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +70,6 @@ class Manifest:
     def applied_to(self, config: StillroomConfig) -> StillroomConfig:
         """Return the configuration with the settings of this knowledge base. Settings that only change how a search or
         an embedding is computed (`ef_search`, `ann_recall`, `hot_bytes`, `batch_size`, `dtype`) stay those of `config`.
-
-        Raises:
-            IncompatibleKnowledgeBaseError: The configuration names another embedder.
         """
         return dataclasses.replace(
             config,
@@ -91,6 +90,28 @@ class Manifest:
                 ", ".join(ignored),
             )
 
+    def warn_of_other_model(self, config: StillroomConfig, path: Path) -> None:
+        """Log that the embedder in `config` is not used yet, if it is another one."""
+        asked = config.embedder
+        if self._agreed_model(asked) != asked.model and asked.model != EmbedderConfig().model:
+            logger.warning(
+                "%s is searched with the embedder %s, which made its vectors, and not with embedder.model = %s; to "
+                "change it: stillroom reembed --model %s (a server does so by itself)",
+                path,
+                self.model,
+                asked.model,
+                asked.model,
+            )
+
+    def with_vectors(self, record: VectorSetRecord) -> "Manifest":
+        """Return the settings with the embedder of another vector set."""
+        return dataclasses.replace(self, model=record.model, fingerprint=record.fingerprint, dimension=record.dimension)
+
+    @property
+    def first_vectors(self) -> VectorSetRecord:
+        """Vector set 0."""
+        return VectorSetRecord(0, self.model, self.fingerprint, self.dimension)
+
     def _merged_index(self, asked: IndexConfig) -> IndexConfig:
         """Return the index settings with the search settings of the user; one goal replaces the other."""
         default = IndexConfig()
@@ -103,17 +124,15 @@ class Manifest:
         return dataclasses.replace(self.index, **changed)
 
     def _agreed_model(self, asked: EmbedderConfig) -> str:
+        """Return the asked model if it has the same files, maybe at another path, else the model of this."""
         if asked.model in (self.model, EmbedderConfig().model):
             return self.model
         try:
-            if Embedder(asked).fingerprint == self.fingerprint:  # the same model at another path
+            if Embedder(asked).fingerprint == self.fingerprint:
                 return asked.model
         except ModelNotFoundError:
             pass
-        raise IncompatibleKnowledgeBaseError(
-            f"this knowledge base was made with the embedder {self.model!r}, but embedder.model is {asked.model!r}; "
-            "leave embedder.model out, or make a new knowledge base with the other model"
-        )
+        return self.model
 
 
 def _ignored_settings(section: str, made: Any, asked: Any) -> Iterator[str]:

@@ -16,8 +16,9 @@ from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of, public_id
 from stillroom.core.metadata import Metadata, metadata_from_json, metadata_to_json
 
-SCHEMA_VERSION = 4
-"""Version 2 had no commit ids; version 3 named uploads by absolute paths and had no public ids."""
+SCHEMA_VERSION = 5
+"""Version 2 had no commit ids; version 3 named uploads by absolute paths and had no public ids; version 4 had no
+`vector_sets`."""
 
 SCHEMA = (
     """CREATE TABLE IF NOT EXISTS state (
@@ -42,9 +43,13 @@ SCHEMA = (
     "CREATE TABLE IF NOT EXISTS commits (generation INTEGER PRIMARY KEY, commit_id TEXT NOT NULL)",
     """CREATE TRIGGER IF NOT EXISTS commits_have_names AFTER UPDATE OF generation ON state BEGIN
         INSERT OR REPLACE INTO commits VALUES (new.generation, lower(hex(randomblob(16)))); END""",
+    """CREATE TABLE IF NOT EXISTS vector_sets (
+        number INTEGER PRIMARY KEY, role TEXT NOT NULL UNIQUE CHECK (role IN ('active', 'next', 'old')),
+        model TEXT NOT NULL, fingerprint TEXT NOT NULL, dimension INTEGER NOT NULL)""",
 )
-"""Tables of the first version, and `commits` of version 3. A commit id differs from that of a commit with the same
-generation that a restored backup has undone. Later columns are in `ADDED_COLUMNS`, for new and old files."""
+"""Tables of the first version, `commits` of version 3, and `vector_sets` of version 5 (`vector_sets.py`). A commit id
+differs from that of a commit with the same generation that a restored backup has undone. Later columns are in
+`ADDED_COLUMNS`, for new and old files."""
 
 ADDED_COLUMNS = (
     ("sources", "metadata", "TEXT NOT NULL DEFAULT '{}'"),

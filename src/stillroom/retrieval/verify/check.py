@@ -20,10 +20,25 @@ from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.intake.reading import source_of, without_ocr_mark
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS
+from stillroom.retrieval.store.vector_sets import VectorSets
 from stillroom.retrieval.uploaded_files import uploaded_files
-from stillroom.retrieval.verify.check_corpus import CorpusDamage, Embed, check_corpus, repair_corpus
+from stillroom.retrieval.verify.check_corpus import (
+    CorpusDamage,
+    Embed,
+    check_corpus,
+    check_next_vectors,
+    repair_corpus,
+)
 from stillroom.retrieval.verify.check_indexes import check_dense, check_sparse
-from stillroom.retrieval.verify.verify_report import Finding, OnProgress, StepCounter, VerifyReport, finding
+from stillroom.retrieval.verify.verify_report import (
+    Finding,
+    OnProgress,
+    StepCounter,
+    UnfinishedReembedding,
+    VerifyReport,
+    finding,
+    hex_ids,
+)
 
 
 class Verification:
@@ -48,10 +63,30 @@ class Verification:
         findings, damage = self._check_corpus(embed, on_progress)
         if not damage.pages and not damage.vectors:
             findings += self._check_indexes(embed is not None, on_progress)
-        if not damage.pages:
-            findings += _check_uploads(self._folder, self._corpus, self._config.documents)
-        counts = (0, 0) if damage.pages else (self._corpus.num_documents, self._corpus.num_chunks)
-        return VerifyReport(*counts, tuple(findings), self._clock.monotonic() - began)
+        if damage.pages:
+            return VerifyReport(0, 0, tuple(findings), self._clock.monotonic() - began)
+        found, unfinished = self._check_next(embed is not None)
+        findings += [*found, *_check_uploads(self._folder, self._corpus, self._config.documents)]
+        counts = (self._corpus.num_documents, self._corpus.num_chunks)
+        return VerifyReport(*counts, tuple(findings), self._clock.monotonic() - began, unfinished)
+
+    def _check_next(self, is_repairing: bool) -> tuple[list[Finding], UnfinishedReembedding | None]:
+        """Check the vectors of an unfinished change of the embedder."""
+        sets = VectorSets(self._corpus)
+        record = sets.record("next")
+        if record is None:
+            return [], None
+        invalid = check_next_vectors(self._folder / CORPUS, record.dimension)
+        if is_repairing:
+            sets.delete_next(invalid)
+        found = finding(
+            "vectors",
+            "invalid vectors of the next embedder (another dimension, not finite, not of length 1)",
+            "searches do not use them. Repairing deletes them, and `stillroom reembed` makes them again",
+            hex_ids(invalid),
+        )
+        unfinished = UnfinishedReembedding(record.model, sets.num_done(), self._corpus.num_chunks)
+        return [dataclasses.replace(found, is_repaired=is_repairing)] if invalid else [], unfinished
 
     def _check_corpus(self, embed: Embed | None, on_progress: OnProgress) -> tuple[list[Finding], CorpusDamage]:
         path = self._folder / CORPUS
@@ -86,7 +121,9 @@ class Verification:
         """Compare both indexes, opened again from their files (except an embedded collection), with the corpus."""
         num_chunks = self._corpus.num_chunks
         with self._indexes.reopened_dense() as dense:
-            found = list(check_dense(dense, self._folder, self._corpus, _counter(num_chunks, on_progress, 1)))
+            found = list(
+                check_dense(dense, self._indexes.dense_folder, self._corpus, _counter(num_chunks, on_progress, 1))
+            )
         sparse = Bm25Index(self._folder / "sparse", self._corpus.corpus_id, self._corpus.commit_id)
         return found + list(check_sparse(sparse, self._corpus, _counter(num_chunks, on_progress, 2)))
 

@@ -129,6 +129,13 @@ def check_corpus(path: Path, dimension: int, step: StepCounter) -> CorpusDamage:
     return damage
 
 
+def check_next_vectors(path: Path, dimension: int) -> list[int]:
+    """Return the chunks whose vector in the next set (`vector_sets.py`) is invalid. Raises as `check_corpus`."""
+    with separate_connection(path) as database:
+        rows = database.execute("SELECT chunk_id, vector FROM next_vectors")
+        return [chunk_id for chunk_id, vector in rows if not _is_valid_vector(vector, dimension)]
+
+
 def repair_corpus(path: Path, damage: CorpusDamage, embed: Embed) -> None:
     """Repair a corpus in one transaction that raises the generation, so that every index follows."""
     with closing(sqlite3.connect(path, isolation_level=None)) as database:

@@ -33,6 +33,16 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfinishedReembedding:
+    """A change of the embedder that was begun and is not complete; searches use the present vectors."""
+
+    model: str
+    num_done: int
+    """Chunks that are embedded with the next model."""
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """Result of `stillroom verify`."""
 
@@ -40,6 +50,7 @@ class VerifyReport:
     num_chunks: int
     findings: tuple[Finding, ...]
     seconds: float
+    reembedding: UnfinishedReembedding | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -59,6 +70,7 @@ class VerifyReport:
             "num_repaired": sum(finding.is_repaired for finding in self.findings),
             "findings": [finding.to_json() for finding in self.findings],
             "seconds": self.seconds,
+            "reembedding": None if self.reembedding is None else asdict(self.reembedding),
         }
 
 

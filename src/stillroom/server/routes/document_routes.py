@@ -73,19 +73,21 @@ class DocumentRoutes:
         self._tenants: dict[str, _TenantDocuments] = {}
 
     def begin(self, tenants: Tenants) -> None:
-        """Complete uploads that a killed server left, and begin to prepare documents if the settings say so: of the
-        default tenant now, of others when they are opened.
+        """Complete uploads that a killed server left, and begin to change the embedder and to prepare documents if the
+        settings say so: of the default tenant now, of others when they are opened.
 
         Called on the event loop.
         """
         loop = asyncio.get_running_loop()
 
         def opened(tenant: str, stillroom: "Stillroom") -> None:
+            stillroom.begin_reembedding()
             begin_preparing(stillroom)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._complete, tenant, stillroom)
 
         tenants.on_open = opened
+        tenants.default.begin_reembedding()
         begin_preparing(tenants.default)
         self._complete(DEFAULT_TENANT, tenants.default)
 

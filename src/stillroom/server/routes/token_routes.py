@@ -67,7 +67,7 @@ class TokenRoutes:
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingList:
         """Embed texts, given as such or as tokens, with the knowledge base's embedder."""
         stillroom = stillroom_of(request)
-        name = stillroom.config.embedder.model
+        name = stillroom.embedder_name
         check_model(body.model, [name])
         texts = await self._texts(stillroom, body)
         if not all(text.strip() for text in texts):
@@ -113,7 +113,7 @@ class TokenRoutes:
 
 def _means_embedder(model: str | None, stillroom: "Stillroom") -> bool:
     """Raises Refused: the request names a model that is not served."""
-    embedder, generator = stillroom.config.embedder.model, stillroom.model_name
+    embedder, generator = stillroom.embedder_name, stillroom.model_name
     if model != CHAT_ALIAS:
         check_model(model, [generator, embedder])
     return is_exactly(model, [embedder]) and not is_exactly(model, [generator])
