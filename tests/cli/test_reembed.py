@@ -60,7 +60,7 @@ def test_command_changes_the_embedder(run: Run, kb: Path, model: Path) -> None:
     assert run("search", "Rotate the keys of the vault.", "--kb", kb, "--mode", "dense").out.index("keys.md") > 0
     assert run("verify", "--kb", kb).code == 0
     assert run("reembed", "--model", "./none", "--kb", kb).code != 0
-    assert "there is no embedding model folder" in run("reembed", "--model", "./none", "--kb", kb).err
+    assert "there is no model folder" in run("reembed", "--model", "./none", "--kb", kb).err
 
 
 def test_interrupted_command_says_what_is_kept(
@@ -85,17 +85,17 @@ def test_server_changes_to_the_configured_embedder_while_it_answers(run: Run, kb
         TestClient(create_app(stillroom), base_url="http://127.0.0.1") as client,
     ):
 
-        def dimension() -> int:
+        def used() -> tuple[int, str]:
             reply = client.post("/v1/embeddings", json={"input": "keys"})
             assert reply.status_code == 200, reply.text
-            return len(reply.json()["data"][0]["embedding"])
+            return len(reply.json()["data"][0]["embedding"]), reply.json()["model"]
 
-        assert dimension() == 384
+        assert used() == (384, PACKAGED_MODEL)
         stillroom.begin_reembedding()
         thread = stillroom._kb._reembedding._thread
         assert thread is not None
         thread.join()
-        assert dimension() == D
+        assert used() == (D, model.name)
         with Stillroom.open(kb) as other:  # as the command in another process
             other.reembed(PACKAGED_MODEL)
-        assert dimension() == 384
+        assert used() == (384, PACKAGED_MODEL)

@@ -65,7 +65,8 @@ def index_digest(manifest: Manifest, corpus: Corpus, dense: VectorIndex, sparse:
         for chunk_id in batch:
             chunk = found[chunk_id]
             _feed(chunks, _identity(chunk))
-            counted = sorted(Counter(analyzer.stems(searched_text(chunk))).items())
+            text = searched_text(chunk)
+            counted = sorted(Counter(analyzer.stems(text, analyzer.language_of(text))).items())
             vocabulary.update(word for word, _ in counted)
             _feed(words, [int(chunk_id), counted])
         vectors.update(np.ascontiguousarray(corpus.embeddings(batch)[1], dtype="<f4").tobytes())

@@ -1,4 +1,4 @@
-"""Sparse index: BM25 over stemmed English words, in a tantivy index on disk.
+"""Sparse index: BM25 over stems, each of the language of its text (`words.py`), in a tantivy index on disk.
 
 A query is plain words, never query syntax. Only the holder of the write lock calls `apply` and `clear`; any process may
 search, and `refresh` shows later commits of the writer. A state file beside the index holds its generation. It is
@@ -14,9 +14,9 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ _STATE = "stillroom.json"
 _MOST_NAMED = 5000
 """Most allowed chunks named in the query; with more, a longer result list is fetched and filtered."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Raise it when the indexed text (`words.searched_text`) or the analyzer changes: indexes are rebuilt."""
 
 
@@ -64,6 +64,8 @@ class _View:
     """Whether it was opened by `open_borrowed` and must be opened again to see later commits."""
     is_damaged: bool = False
     """Whether searches raise DamagedPostingsError."""
+    languages: Mapping[str, int] = field(default_factory=dict)
+    """Languages of the chunks, with the number of chunks of each that were added since the last rebuild."""
 
 
 class Bm25Index:
@@ -124,15 +126,17 @@ class Bm25Index:
         try:
             if generation == 0:
                 raise ValueError("there is no index of this corpus")
-            num_removed = int(state.get("num_removed", 0))
+            num_removed, languages = int(state.get("num_removed", 0)), dict(state.get("languages", {}))
             with panics_as_errors("tantivy"):
                 if not os.access(self._folder, os.W_OK):
                     index = open_borrowed(self._folder)
-                    self._view = _View(index, index.searcher(), generation, num_removed, written, is_borrowed=True)
+                    self._view = _View(
+                        index, index.searcher(), generation, num_removed, written, True, languages=languages
+                    )
                     return
                 index = (view.index if not (is_strict or view.is_borrowed) else None) or open_index(self._folder)
                 index.reload()
-                self._view = _View(index, index.searcher(), generation, num_removed, written)
+                self._view = _View(index, index.searcher(), generation, num_removed, written, languages=languages)
         except (ValueError, OSError, NativePanicError):  # damaged, or being rebuilt by the writer
             if is_strict:
                 self._view = _View(is_damaged=view.is_damaged)
@@ -168,6 +172,7 @@ class Bm25Index:
         index = self._view.index
         num_removed = 0 if is_rebuild else self._view.num_removed + len(removed)
         is_new = index is None
+        languages = Counter({} if is_new or is_rebuild else self._view.languages)
         if is_new:
             shutil.rmtree(self._folder, ignore_errors=True)
             make_folder(self._folder)
@@ -183,7 +188,10 @@ class Bm25Index:
             for chunk in added:
                 if not (is_new or is_rebuild):
                     writer.delete_documents_by_term("chunk_id", int(chunk.chunk_id))
-                writer.add_document(_document(chunk))
+                text = searched_text(chunk)
+                language = self._analyzer.language_of(text)
+                languages[language] += 1
+                writer.add_document(_document(chunk, self._analyzer.stemmed(text, language)))
             writer.commit()
             writer.wait_merging_threads()
         finally:
@@ -195,6 +203,7 @@ class Bm25Index:
             "corpus_id": self._corpus_id,
             "commit_id": self._commit_id(generation),
             "num_removed": num_removed,
+            "languages": languages,
         }
         write_atomically(self._folder / _STATE, json.dumps(state).encode())
         self.refresh()
@@ -255,7 +264,7 @@ class Bm25Index:
             return int(searcher.doc_freq("body", word)) if searcher is not None else 0
 
     def search(self, text: str, k: int, allowed: AllowedIds | None = None) -> Ranking:
-        """Return the k best chunks among those that share a word of the query, stop words left out.
+        """Return the k best chunks among those that share a word of the query, stop words left out (`words.py`).
 
         Args:
             allowed: the only chunks that may be found; None allows all. Scores do not depend on it.
@@ -307,14 +316,16 @@ class Bm25Index:
 
     def _query(self, text: str) -> Any:
         """Return a query for any of the text's words; None if it has none."""
-        words = Counter(self._analyzer.query_stems(text))
+        words = Counter(self._analyzer.query_words(text, self._view.languages))
         if not words:
             return None
-        return tantivy.Query.boolean_query([self._word_query(word, count) for word, count in sorted(words.items())])
+        return tantivy.Query.boolean_query([self._word_query(stems, count) for stems, count in sorted(words.items())])
 
-    def _word_query(self, word: str, count: int) -> tuple[Any, Any]:
-        """Weight a word by its count in the query, as in BM25's sum over query words."""
-        query = tantivy.Query.term_query(self._schema, "body", word, index_option="freq")
+    def _word_query(self, stems: Sequence[str], count: int) -> tuple[Any, Any]:
+        """Search any of the stems of a word; the best of them counts. Weight it by its count in the query, as in BM25's
+        sum over query words."""
+        terms = [tantivy.Query.term_query(self._schema, "body", stem, index_option="freq") for stem in stems]
+        query = terms[0] if len(terms) == 1 else tantivy.Query.disjunction_max_query(terms)
         return tantivy.Occur.Should, tantivy.Query.boost_query(query, float(count)) if count > 1 else query
 
     def _generation_of(self, state: dict[str, Any]) -> int:
@@ -341,10 +352,10 @@ def _hits(searcher: Any, query: Any, n: int) -> Ranking:
     return [(ChunkId(int(chunk_id)), float(hit[0])) for chunk_id, hit in zip(ids, hits, strict=True)]
 
 
-def _document(chunk: Chunk) -> Any:
+def _document(chunk: Chunk, stemmed: str) -> Any:
     document = tantivy.Document()
     document.add_integer("chunk_id", int(chunk.chunk_id))
-    document.add_text("body", searched_text(chunk))
+    document.add_text("body", stemmed)
     return document
 
 

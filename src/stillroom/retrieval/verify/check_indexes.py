@@ -66,7 +66,8 @@ def check_sparse(sparse: Bm25Index, corpus: Corpus, step: StepCounter) -> Iterat
                 missing.append(int(chunk_id))
                 continue
             num_known += 1
-            if not sparse.has_stems(int(chunk_id), set(analyzer.stems(searched_text(chunk)))):
+            text = searched_text(chunk)
+            if not sparse.has_stems(int(chunk_id), set(analyzer.stems(text, analyzer.language_of(text)))):
                 wrong.append(int(chunk_id))
         step(len(batch))
     yield from _differences("sparse", _Differences(missing, len(indexed) - num_known, wrong))

@@ -67,12 +67,12 @@ class TokenRoutes:
     async def embeddings(self, body: EmbeddingRequest, request: Request) -> EmbeddingList:
         """Embed texts, given as such or as tokens, with the knowledge base's embedder."""
         stillroom = stillroom_of(request)
-        name = stillroom.embedder_name
-        check_model(body.model, [name])
+        check_model(body.model, [stillroom.embedder_name])
         texts = await self._texts(stillroom, body)
         if not all(text.strip() for text in texts):
             raise UsageError("input holds an empty text; every text needs at least one word")
         vectors = await self._workers.run(self._workers.embeddings, stillroom.embed, texts)
+        name = stillroom.embedder_name  # read now: another process may have changed it before this request
         vectors = _shortened(vectors, body.dimensions, served_name(name))
         data = [
             Embedding(index=index, embedding=_encode(vector, body.encoding_format))
