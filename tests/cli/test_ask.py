@@ -11,13 +11,15 @@ import pytest
 
 from stillroom.cli.console import shows_links
 from stillroom.config.settings import GenerationConfig
+from stillroom.core.ids import RequestId
 from stillroom.rag.answer import AskOptions, Citation, Support
+from stillroom.rag.hops import Hop, HopEnd, HopSource
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeStillroom
+from tests.server.fakes import FakeStillroom, FakeStream
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "highlight", "confidence"]
-KEYS += ["warnings", "timing", "reuse", "speculation", "lookup", "citations", "num_generated_tokens"]
+KEYS += ["warnings", "timing", "reuse", "speculation", "lookup", "citations", "hops", "num_generated_tokens"]
 
 
 def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
@@ -277,3 +279,31 @@ def test_failure_in_the_middle_keeps_what_came_before(run: Run, opened: Opened, 
 
 def test_control_characters_of_an_answer_are_replaced(run: Run, opened: Opened) -> None:
     assert "\x1b" not in run("ask", "a \x1b[2J b").out
+
+
+def test_hops_are_noted_as_they_happen(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+    source = HopSource("docs/keys.md", "c1", 0.5, "Keys", 3, 4, 0, 0)
+    hops = (
+        Hop(RequestId("req-1"), QUESTION, (source,), "yearly"),
+        Hop(RequestId("req-1"), f"{QUESTION}\nyearly", (), None, HopEnd.NOTHING_NEW),
+    )
+    stream = fake.stream
+
+    def hopping(question: str, options: AskOptions | None = None) -> FakeStream:
+        assert options is not None
+        for hop in hops if options.on_hop else ():
+            options.on_hop(hop)  # type: ignore[misc]
+        return stream(question, options)
+
+    fake.stream = hopping  # type: ignore[method-assign]
+    result = run("ask", QUESTION, "--hops", "2")
+    assert result.err == (
+        "Hop: How do I rotate keys? (1 new document; so far: yearly)\n"
+        "Hop: How do I rotate keys? yearly (0 new documents; last: nothing new)\n"
+    )
+    assert opened.calls[0][1].search.hops == 2
+    assert run("ask", QUESTION, "--hops", "2", "--quiet").err == ""
+
+    fake.answered_hops = hops
+    found = run("ask", QUESTION, "--hops", "2", "--json")
+    assert found.err == "" and [hop["answer"] for hop in found.json["hops"]] == ["yearly", None]

@@ -56,4 +56,6 @@ def test_model_that_cannot_spell_json_refuses_a_schema(tmp_path: Path) -> None:
         bundled.add(write_knowledge(tmp_path / "docs"))
         with pytest.raises(UsageError, match="cannot write JSON"):
             bundled.ask(QUESTION, AskOptions(json_schema=SCHEMA))
+        first, *_ = bundled.ask(QUESTION, AskOptions(hops=2, top_k=1)).hops
+        assert first.answer, "it answers between hops instead of writing the next question as JSON"
         assert bundled.num_free_blocks == bundled.num_blocks

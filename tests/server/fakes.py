@@ -32,6 +32,7 @@ from stillroom.errors import (
     UsageError,
 )
 from stillroom.rag.answer import Answer, AskOptions, Citation, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.hops import Hop
 from stillroom.rag.prompt_tokens import PromptTokens
 from stillroom.rag.question import sources_of
 from stillroom.rag.records import Records
@@ -88,6 +89,7 @@ class FakeStream:
             logprobs=tuple(self._scores) or None,
             citations=self._stillroom.citations,
             confidence=self._stillroom.confidence,
+            hops=self._stillroom.answered_hops,
         )
 
     def take_logprobs(self) -> list[TokenScore]:
@@ -207,6 +209,8 @@ class FakeStillroom:
         self.asked: list[tuple[str, AskOptions]] = []
         self.filters: list[str] = []
         self.citations: tuple[Citation, ...] = ()
+        """Of every answer."""
+        self.answered_hops: tuple[Hop, ...] = ()
         """Of every answer."""
         self.gate = threading.Event()
         self.gate.set()

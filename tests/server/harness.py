@@ -14,7 +14,7 @@ from stillroom.server.run import HttpServer
 if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom
 
-DETAILS = ("highlight", "confidence", "warnings", "timing", "reuse", "speculation", "lookup", "citations")
+DETAILS = ("highlight", "confidence", "warnings", "timing", "reuse", "speculation", "lookup", "citations", "hops")
 """Fields of `stillroom` that report an answer."""
 QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 

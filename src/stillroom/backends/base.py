@@ -101,6 +101,18 @@ class Backend(Protocol):
         nothing of a wrong prompt."""
         ...
 
+    @property
+    def writes_json(self) -> bool:
+        """Whether answers can be held to a JSON schema: not by the reader, a server elsewhere, and models whose tokens
+        cannot spell it."""
+        ...
+
+    @property
+    def quotes(self) -> bool:
+        """Whether an answer is the quote of one sentence, as the reader's, so that facts must be asked for one by
+        one."""
+        ...
+
     def expect_question(self) -> None:
         """A question has arrived whose prompt comes after its search: work that a question interrupts stops now."""
         ...

@@ -93,6 +93,14 @@ class LocalBackend:
         return True
 
     @property
+    def writes_json(self) -> bool:
+        return self.constraints.are_possible
+
+    @property
+    def quotes(self) -> bool:
+        return False
+
+    @property
     def document_windows(self) -> DocumentWindows | None:
         if self.cache.tree is None:
             return None

@@ -92,6 +92,14 @@ class OpenAIBackend:
         return False
 
     @property
+    def writes_json(self) -> bool:
+        return False
+
+    @property
+    def quotes(self) -> bool:
+        return False
+
+    @property
     def document_windows(self) -> None:
         return None
 

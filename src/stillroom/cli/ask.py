@@ -11,7 +11,7 @@ import typer
 
 from stillroom.cli import console, opening
 from stillroom.cli.citations import show_citations, show_sources
-from stillroom.cli.console import as_text, duration, line, print_json, write
+from stillroom.cli.console import as_text, described_hop, duration, line, print_json, write
 from stillroom.cli.options import (
     DEFAULT_KB,
     AnnRecallOption,
@@ -20,6 +20,7 @@ from stillroom.cli.options import (
     EngineModelOption,
     EngineOption,
     FrequencyPenaltyOption,
+    HopsOption,
     JsonOption,
     KbOption,
     MaxTokensOption,
@@ -48,6 +49,7 @@ from stillroom.errors import NothingFoundError, StillroomError, UsageError
 
 if TYPE_CHECKING:
     from stillroom.rag.answer import Answer, AskOptions
+    from stillroom.rag.hops import Hop
     from stillroom.rag.stillroom import Stillroom
 
 STDIN = "-"
@@ -65,6 +67,7 @@ HELP = help_text(
         "stillroom ask 'How do I rotate keys?' --model ./models/qwen2.5-0.5b",
         "stillroom ask 'How do I rotate keys?' --engine openai --base-url http://127.0.0.1:8000/v1",
         "stillroom ask 'What is the notice period?' --where 'year >= 2020 and team = legal'",
+        "stillroom ask 'Who leads the team that owns the parser?' --hops 2",
         "stillroom ask 'How do I rotate keys?' --quiet        # only the answer",
         "stillroom ask - --json < questions.txt > answers.jsonl",
     ),
@@ -93,6 +96,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     top_k: TopKOption = None,
     mode: ModeOption = None,
     where: WhereOption = None,
+    hops: HopsOption = None,
     reuse: ReuseOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
@@ -139,6 +143,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "reuse.mode": reuse,
         "search.top_k": top_k,
         "search.mode": mode,
+        "search.hops": hops,
         **{f"generation.{name}": value for name, value in sampling.items() if (name, value) not in _PER_QUESTION_ONLY},
         **engine_settings(engine, base_url, engine_model),
         **index_goal(ann_recall, search_budget),
@@ -152,6 +157,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         mode=mode,
         top_k=top_k,
         where=filter_text(where),
+        on_hop=None if as_json or quiet else _show_hop,
         min_tokens=min_tokens,
         **sampling,
         stop=tuple(stop or ()),
@@ -219,6 +225,10 @@ def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _S
         line(_costs(stream.answer))
         if style.is_series:
             line()
+
+
+def _show_hop(hop: "Hop") -> None:
+    console.note(described_hop(hop.question, len(hop.sources), hop.answer, hop.end))
 
 
 def _costs(answer: "Answer") -> str:

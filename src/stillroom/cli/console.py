@@ -170,6 +170,18 @@ def _span(first: int, last: int) -> str:
     return f"{first}" if last <= first else f"{first}-{last}"
 
 
+def described_hop(question: str, num_new: int, answer: str | None, end: str | None) -> str:
+    """Format one search of several for a question, as `Hop: QUESTION (2 new documents; so far: ANSWER; last: limit)`.
+
+    Args:
+        end: why no other search followed; None if one did.
+    """
+    facts = [count(num_new, "new document")]
+    facts += [] if answer is None else [f"so far: {answer}"]
+    facts += [] if end is None else [f"last: {end.replace('_', ' ')}"]
+    return f"Hop: {' '.join(question.split())} ({'; '.join(facts)})"
+
+
 def duration(seconds: float) -> str:
     """Format as `340 us`, `12 ms`, `3.4 s` or `2 min 5 s`."""
     if seconds < 0.001:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stillroom.cli.console import count, duration, line, place, print_json
+from stillroom.cli.console import count, described_hop, duration, line, place, print_json
 from stillroom.cli.options import DEFAULT_KB, JsonOption, KbOption, help_text
 from stillroom.core.kv import FULL_BITS
 from stillroom.core.reuse import Reason
@@ -107,6 +107,14 @@ def _show_answer(name: str, at: float, trace: dict[str, Any]) -> None:
         line(f"Citations: {', '.join(map(_describe_citation, citations))}")
     if (confidence := trace.get("confidence")) is not None:
         line(f"Confidence: {confidence:.2f}")
+    for hop in trace.get("hops", []):  # older records have none
+        line(described_hop(hop["question"], len(hop["sources"]), hop["answer"], hop["end"]))
+        if hop["num_prompt_tokens"]:
+            line(
+                f"  read {hop['num_prompt_tokens']:,} prompt tokens, {hop['num_cached_tokens']:,} of them from kept KV"
+            )
+        for source in hop["sources"]:
+            line(f"  {_name(source)}  score {source['score']:.4f}")
 
 
 def _describe_citation(citation: dict[str, Any]) -> str:

@@ -117,6 +117,18 @@ TopKOption = Annotated[
     int | None, typer.Option("--top-k", "-k", min=1, metavar="N", help="Number of chunks; default: the setting (5).")
 ]
 
+HopsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--hops",
+        min=1,
+        max=5,
+        metavar="N",
+        help="Most searches for a question; each after the first looks for what the documents so far leave open. "
+        "Default: the setting (1).",
+    ),
+]
+
 
 # sampling options: each has the name of its setting and of its field in `AskOptions`
 MaxTokensOption = Annotated[

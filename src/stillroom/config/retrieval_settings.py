@@ -14,6 +14,7 @@ SearchMode = Literal["hybrid", "dense", "sparse"]
 FusionName = Literal["convex", "rrf", "minmax"]
 IndexKind = Literal["flat", "hnsw", "ivf_pq", "qdrant"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+HopQuestion = Literal["auto", "model", "answer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +157,12 @@ class SearchConfig:
     rerank_patience: AtLeastZero = 0
     """End reranking when so many candidates in a row, in fused order, did not enter the first `top_k`. Lower is faster
     and can miss a candidate that fusion ranked low. 0: read all of them."""
+    hops: Annotated[int, Range(1, 5)] = 1
+    """Most searches for a question. Each after the first looks for what the documents so far leave open, and adds up to
+    `top_k` chunks (docs/hops.md). 1: a question is searched once."""
+    hop_question: HopQuestion = "auto"
+    """What the next hop searches for. `model`: a question that the model writes. `answer`: the question together with
+    the answer so far. `auto`: `model` where JSON can be enforced, else (the reader, a server elsewhere) `answer`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,15 @@ class RemoteUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Quote:
+    """Words of a document, and which of them answer the question."""
+
+    text: str
+    highlight: tuple[int, int]
+    """Characters of `text`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """A token or a piece of text of a request, its end, or both."""
 
@@ -48,6 +57,8 @@ class TokenEvent:
     """Characters of the whole answer that answer the question; from the reader, the same on every event."""
     confidence: float | None = None
     """How sure the reader is that the documents answer the question, in [0, 1]; the same on every event."""
+    best: Quote | None = None
+    """The reader's best quote, also if its score is too low to be the answer; the same on every event."""
 
 
 Listener = Callable[[TokenEvent], None]

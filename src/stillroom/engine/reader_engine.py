@@ -19,7 +19,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import Admission, FinishReason, SampleRequest
 from stillroom.engine.backlog import Backlog
 from stillroom.engine.deadlines import Deadlines
-from stillroom.engine.events import Listener, TokenEvent
+from stillroom.engine.events import Listener, Quote, TokenEvent
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class ReaderAnswer:
     """Characters of `text` that answer the question; None if the chunks do not answer it."""
     confidence: float
     """Probability that the quoted sentence, or the best if none is quoted, holds the answer, in [0, 1]."""
+    best: Quote | None = None
+    """The best quote, also if its score is too low to be the answer; None if no chunk has words."""
 
 
 Answerer = Callable[[Sequence[ReaderPrompt]], Sequence[ReaderAnswer]]
@@ -297,6 +299,7 @@ def _events(sample: SampleRequest, answer: ReaderAnswer, admission: Admission, a
             admission=admission if number == 1 else None,
             highlight=answer.highlight,
             confidence=answer.confidence,
+            best=answer.best,
         )
         for number, piece in enumerate(kept, start=1)
     ]

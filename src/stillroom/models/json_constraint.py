@@ -127,6 +127,15 @@ class JsonConstraints:
             raise UsageError(f"{name} cannot be enforced: {error_text}")
         return JsonConstraint(matcher)
 
+    @property
+    def are_possible(self) -> bool:
+        """Whether the model can be held to JSON: its tokens can spell it, and it has an end token."""
+        try:
+            with self._lock:
+                return self._tokenizer is not None
+        except UsageError:
+            return False
+
     @cached_property
     def _tokenizer(self) -> Any:
         from llguidance.hf import from_tokenizer

@@ -12,6 +12,7 @@ from stillroom.core.arguments import integer, number, one_of, text
 from stillroom.core.ids import RequestId
 from stillroom.core.request import LookupCounts
 from stillroom.errors import UsageError
+from stillroom.rag.hops import Hop, OnHop
 
 NO_LIMIT = -1
 """As `max_tokens`: the answer ends where the model ends it, or where model or KV pool have no more room."""
@@ -31,6 +32,10 @@ class AskOptions:
     top_k: int | None = None
     where: str = ""
     """A filter on documents, such as `year >= 2020 and team = legal` (docs/filters.md)."""
+    hops: int | None = None
+    """Most searches, 1 to 5: each after the first looks for what the documents so far leave open (docs/hops.md)."""
+    on_hop: OnHop | None = field(default=None, compare=False)
+    """With several hops, called after each, in the thread that searches; must return quickly."""
     max_tokens: int | None = None
     """`NO_LIMIT` (-1): as many as model and KV pool have room for."""
     temperature: float | None = None
@@ -72,11 +77,12 @@ class AskOptions:
     def __post_init__(self) -> None:
         if self.mode is not None:
             one_of("search mode", self.mode, get_args(SearchMode))
-        for name in ("top_k", "max_tokens"):
+        for name in ("top_k", "hops", "max_tokens"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name))
-        if not self.search and (self.mode is not None or self.top_k is not None or self.where.strip()):
-            raise UsageError("without a search, mode, top_k and where have no effect; leave them out, or search")
+        of_search = (self.mode, self.top_k, self.hops)
+        if not self.search and (self.where.strip() or any(one is not None for one in of_search)):
+            raise UsageError("without a search, mode, top_k, hops and where have no effect; leave them out, or search")
         integer("priority", self.priority)
         if self.deadline_seconds is not None:
             number("deadline_seconds", self.deadline_seconds)
@@ -349,6 +355,8 @@ class Answer:
     probability. None from other models."""
     warnings: tuple[str, ...] = ()
     """What a reader of the answer must know, such as that the model cannot read documents."""
+    hops: tuple[Hop, ...] = ()
+    """The searches of a question that was asked with several hops, in order; empty otherwise."""
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
@@ -371,6 +379,7 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "speculation": asdict(answer.speculation),
         "lookup": asdict(answer.lookup),
         "citations": [_without_text(citation) for citation in answer.citations],
+        "hops": [asdict(hop) for hop in answer.hops],
     }
 
 

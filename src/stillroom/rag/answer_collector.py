@@ -11,7 +11,7 @@ from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
 from stillroom.core.request import Admission, FinishReason, LookupCounts
 from stillroom.core.reuse import PromptReuse, Variant
-from stillroom.engine.events import RemoteUsage, TokenEvent
+from stillroom.engine.events import Quote, RemoteUsage, TokenEvent
 from stillroom.errors import RequestAbortedError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from stillroom.rag.answer import (
@@ -26,6 +26,7 @@ from stillroom.rag.answer import (
     TokenScore,
     VariantReport,
 )
+from stillroom.rag.hops import Hop
 from stillroom.rag.stop_matcher import StopMatcher
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class AnswerStart:
     warnings: tuple[str, ...] = ()
     call_format: CallFormat | None = None
     """How the answer writes a call of a tool."""
+    hops: tuple[Hop, ...] = ()
 
 
 class AnswerProgress:
@@ -120,6 +122,8 @@ class AnswerCollector:
         self.answer: Answer | None = None
         self.scores: list[TokenScore] = []
         """Log probabilities of the tokens so far, if the request wants them."""
+        self.best: Quote | None = None
+        """See `TokenEvent.best`."""
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, continues)
         self._matcher = StopMatcher(stops)
@@ -147,7 +151,7 @@ class AnswerCollector:
         if event.finish_reason is FinishReason.ABORTED:
             raise event.error or RequestAbortedError(f"{event.request_id} was cancelled")
         self._progress.note(event)
-        self._highlight, self._confidence = event.highlight, event.confidence
+        self._highlight, self._confidence, self.best = event.highlight, event.confidence, event.best
         piece = self._text(event)
         self._pieces.append(piece)
         reason = FinishReason.STOP if self._matcher.is_matched else event.finish_reason
@@ -216,6 +220,7 @@ class AnswerCollector:
             highlight=_within(self._highlight, len(text)),
             confidence=self._confidence,
             warnings=self.started.warnings,
+            hops=self.started.hops,
         )
 
 

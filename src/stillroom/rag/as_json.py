@@ -105,6 +105,7 @@ def details_as_json(answer: "Answer") -> JsonObject:
         "speculation": dataclasses.asdict(answer.speculation),
         "lookup": dataclasses.asdict(answer.lookup),
         "citations": [dataclasses.asdict(citation) for citation in answer.citations],
+        "hops": [dataclasses.asdict(hop) for hop in answer.hops],
     }
 
 

@@ -5,7 +5,8 @@ The walk of `POST /v1/chat/completions`:
 1. The route (server/app.py) calls `Stillroom.astreams` (rag/stillroom.py), which applies the deadline and loads
    the pipeline with the first question (rag/pipeline_loader.py).
 2. `Pipeline.astreams` runs `Pipeline._prepare` in a thread, which checks the question and its options.
-3. `Speculator.find` (rag/speculation.py) iterates over `QuestionSearch.stages` (rag/question.py).
+3. `Speculator.find` (rag/speculation.py) iterates over `QuestionSearch.stages` (rag/question.py). With several hops,
+   `HopSearch.find` (rag/hop_reading.py) searches and reads in turn instead.
 4. `QueryCache.search_staged` (rag/query_cache.py) returns a cached result, or calls `KnowledgeBase.search_staged`
    (retrieval/knowledge_base.py), which calls `HybridSearch.search_staged` (retrieval/hybrid.py).
 5. `Backend.prepare_prompt` (backends/local.py) builds the prompt for the chunks found; `samples_of` its samples.
@@ -17,12 +18,13 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stillroom.backends.base import Backend, PreparedPrompt
-from stillroom.config.settings import StillroomConfig
+from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock
-from stillroom.core.document import ScoredChunk
+from stillroom.core.document import ScoredChunk, SearchResult
+from stillroom.core.ids import RequestId
 from stillroom.core.request import MaySee, SampleRequest
 from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
@@ -32,19 +34,23 @@ from stillroom.rag.accounting import Account, add_phase_spans, counting_aborted
 from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
 from stillroom.rag.answer_collector import AnswerCollector, AnswerStart, Cite
 from stillroom.rag.citations import cite
+from stillroom.rag.hop_reading import Hold, HopSearch, hop_question
+from stillroom.rag.hops import Hop
 from stillroom.rag.prompt_tokens import PromptTokenizer
 from stillroom.rag.query_cache import QueryCache
 from stillroom.rag.question import (
+    Asked,
     QuestionSearch,
     check_options,
     history_without_search,
+    new_request_id,
     no_room_error,
     nothing_found_error,
     samples_of,
     sources_of,
     stop_strings,
 )
-from stillroom.rag.speculation import Attempt, Speculator
+from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.telemetry.metrics import Metrics
@@ -62,34 +68,31 @@ class _PreparedAnswers:
 
 
 class _Preparation:
-    """Prepares answers in a thread, and cancels them if the caller has stopped waiting.
+    """Requests of a question that is prepared in a thread; cancels them if the caller has stopped waiting.
 
     The thread itself cannot be stopped. Cancelling needs no event loop, because the caller's loop may have ended.
     """
 
-    def __init__(self, prepare: Callable[[], _PreparedAnswers]) -> None:
-        self._prepare = prepare
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._prepared: _PreparedAnswers | None = None
+        self._cancel_request: Callable[[], None] | None = None
         self._is_cancelled = False
 
-    def run(self) -> _PreparedAnswers:
-        """Runs in the thread."""
-        prepared = self._prepare()
+    def hold(self, cancel_request: Callable[[], None]) -> None:
+        """Take the function that cancels the latest request. Called in the thread."""
         with self._lock:
-            self._prepared = prepared
+            self._cancel_request = cancel_request
             is_cancelled = self._is_cancelled
         if is_cancelled:
-            prepared.attempt.cancel()
-        return prepared
+            cancel_request()
 
     def cancel(self) -> None:
-        """Cancel what is prepared, now or as soon as it is."""
+        """Cancel the latest request, and those that follow as soon as they are submitted."""
         with self._lock:
             self._is_cancelled = True
-            prepared = self._prepared
-        if prepared is not None:
-            prepared.attempt.cancel()
+            cancel_request = self._cancel_request
+        if cancel_request is not None:
+            cancel_request()
 
 
 class Pipeline:
@@ -127,7 +130,7 @@ class Pipeline:
             NothingFoundError: neither this search nor those of earlier turns found a document. Nothing is generated.
             QueueFullError: the engine's queue is full.
         """
-        prepared = self._prepare(question, options, num_samples)
+        prepared = self._prepare(Asked(question, options, num_samples, self._clock.monotonic()))
         queues: list[queue.SimpleQueue[TokenEvent]] = [queue.SimpleQueue() for _ in prepared.collectors]
         self._submit(prepared, [events.put for events in queues])
         return [
@@ -145,10 +148,11 @@ class Pipeline:
                 cancelling.
         """
         check_options(options)
-        preparation = _Preparation(lambda: self._prepare(question, options, num_samples, arrival))
+        preparation = _Preparation()
+        asked = Asked(question, options, num_samples, arrival)
         try:
             with counting_aborted(self._metrics, num_samples):
-                prepared = await asyncio.to_thread(preparation.run)
+                prepared = await asyncio.to_thread(self._prepare, asked, preparation.hold)
         except asyncio.CancelledError:
             preparation.cancel()
             raise
@@ -165,9 +169,8 @@ class Pipeline:
         check_options(options)
         with counting_aborted(self._metrics, num_samples):
             prepared = await asyncio.to_thread(self._backend.prepare_raw, prompt, options.json_schema)
-        attempt = self._attempt(prepared, options, num_samples, arrival)
-        report = SpeculationReport(SpeculationOutcome.OFF)
-        return self._astreams(self._prepared("", attempt, options, arrival, arrival, (), report))
+        asked = Asked("", options, num_samples, arrival)
+        return self._astreams(self._prepared(asked, self._unsearched(asked, prepared), ()))
 
     def _astreams(self, prepared: _PreparedAnswers) -> list[AsyncAnswerStream]:
         loop = asyncio.get_running_loop()
@@ -188,54 +191,75 @@ class Pipeline:
     def _cancel_of(self, collector: AnswerCollector) -> Callable[[], None]:
         return lambda: self._backend.cancel(collector.started.request_id)
 
-    def _prepare(
-        self, question: str, options: AskOptions, num_samples: int, arrival: float | None = None
-    ) -> _PreparedAnswers:
-        arrival = self._clock.monotonic() if arrival is None else arrival
-        self._check(question, options, num_samples, arrival)
+    def _prepare(self, asked: Asked, hold: Hold = lambda cancel_request: None) -> _PreparedAnswers:
+        """
+        Args:
+            hold: takes the cancellation of each request that is submitted here, and of the one that is returned.
+        """
+        question, options = asked.question, asked.options
+        self._check(asked)
         self._backend.expect_question()
         if not options.search:
-            return self._prepare_chat(question, options, num_samples, arrival)
+            return self._prepare_chat(asked)
         mode, top_k = options.mode or self._config.search.mode, options.top_k
         top_k = self._config.search.top_k if top_k is None else top_k
         search = QuestionSearch(self._search, question, options, mode, top_k)
-        may_see, max_tokens = self._may_see(options.where), self._max_prompt_tokens(options)
-
-        def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:
-            chunks = [scored.chunk for scored in found]
-            prepared = self._backend.prepare_prompt(chunks, question, max_tokens, options.json_schema, search.history)
-            return self._attempt(prepared, options, num_samples, arrival, may_see)
-
-        found = self._speculator.find(search.stages, mode, attempt_with)
+        found = self._find(asked, search, mode, hold)
+        hold(found.attempt.cancel)
         prompt = found.attempt.prepared
         sources = sources_of(prompt.chunk_ids, found.result.results, search.history)
         if not sources:
             found.attempt.cancel()
             if found.result.results or any(turn.found for turn in search.history.turns):
-                raise no_room_error(prompt.num_tokens, max_tokens)
+                raise no_room_error(prompt.num_tokens, self._max_prompt_tokens(options))
             raise nothing_found_error(options.where, mode)
-        return self._prepared(question, found.attempt, options, arrival, found.ended_at, sources, found.report)
+        return self._prepared(asked, found, sources)
 
-    def _prepare_chat(self, question: str, options: AskOptions, num_samples: int, arrival: float) -> _PreparedAnswers:
+    def _find(self, asked: Asked, search: QuestionSearch, mode: SearchMode, hold: Hold) -> CompletedSearch:
+        """Search, once or in several hops. Returns what was found with its request, which may be submitted already."""
+        may_see = self._may_see(asked.options.where)
+
+        def request(found: Sequence[ScoredChunk], asked: Asked, name: RequestId | None = None) -> Attempt:
+            chunks, options = [scored.chunk for scored in found], asked.options
+            history = replace(search.history, answer_start=options.answer_start)
+            max_tokens = self._max_prompt_tokens(options)
+            prepared = self._backend.prepare_prompt(chunks, asked.question, max_tokens, options.json_schema, history)
+            return self._attempt(prepared, asked, may_see, name)
+
+        num_hops = self._config.search.hops if asked.options.hops is None else asked.options.hops
+        if num_hops == 1:
+            return self._speculator.find(search.stages, mode, lambda found: request(found, asked))
+        by = hop_question(self._backend, self._config.search.hop_question)
+        hops = HopSearch(new_request_id(), asked, by, request, self._backend, self._clock, hold)
+        return hops.find(num_hops, search.hop, self._count_hop)
+
+    def _count_hop(self, hop: Hop) -> None:
+        self._metrics.count_hop(
+            hop.end,
+            num_prompt_tokens=hop.num_prompt_tokens,
+            num_cached_tokens=hop.num_cached_tokens,
+            num_generated=hop.num_generated_tokens,
+        )
+
+    def _prepare_chat(self, asked: Asked) -> _PreparedAnswers:
         """A prompt without documents."""
+        options = asked.options
         max_tokens, history = self._max_prompt_tokens(options), history_without_search(options)
         if options.tool_chat is not None:
             prepared = self._backend.prepare_tool_chat(options.tool_chat)
         else:
-            prepared = self._backend.prepare_chat(question, max_tokens, options.json_schema, history)
-        attempt = self._attempt(prepared, options, num_samples, arrival)
-        report = SpeculationReport(SpeculationOutcome.OFF)
-        return self._prepared("", attempt, options, arrival, arrival, (), report)
+            prepared = self._backend.prepare_chat(asked.question, max_tokens, options.json_schema, history)
+        return self._prepared(replace(asked, question=""), self._unsearched(asked, prepared), ())
 
-    def _check(self, question: str, options: AskOptions, num_samples: int, arrival: float) -> None:
-        if num_samples < 1:
-            raise UsageError(f"n={num_samples}; it must be at least 1")
-        if not question.strip():
+    def _check(self, asked: Asked) -> None:
+        if asked.num_samples < 1:
+            raise UsageError(f"n={asked.num_samples}; it must be at least 1")
+        if not asked.question.strip():
             raise UsageError("the question is empty")
-        check_options(options)
-        if options.deadline_seconds is not None and self._clock.monotonic() > arrival + options.deadline_seconds:
+        check_options(asked.options)
+        if asked.deadline is not None and self._clock.monotonic() > asked.deadline:
             raise deadline_error()  # it waited for a thread
-        if options.search and self._kb.num_chunks == 0:
+        if asked.options.search and self._kb.num_chunks == 0:
             raise EmptyKnowledgeBaseError(
                 "the knowledge base is empty; add documents first: stillroom add PATH --kb DIR, or POST /v1/documents"
             )
@@ -260,44 +284,50 @@ class Pipeline:
     def _attempt(
         self,
         prepared: PreparedPrompt,
-        options: AskOptions,
-        num_samples: int,
-        arrival: float,
+        asked: Asked,
         may_see: MaySee | None = None,
+        name: RequestId | None = None,
     ) -> Attempt:
-        """Raises PromptTooLongError: the prompt exceeds `generation.max_prompt_tokens`."""
+        """
+        Args:
+            name: request id; None: a new one.
+
+        Raises:
+            PromptTooLongError: the prompt exceeds `generation.max_prompt_tokens`.
+        """
         defaults = self._config.generation
         most = defaults.max_prompt_tokens
         if most and prepared.num_tokens is not None and prepared.num_tokens > most:
             raise PromptTooLongError(
                 f"the prompt has {prepared.num_tokens} tokens; {most} are allowed (generation.max_prompt_tokens)"
             )
-        deadline = None if options.deadline_seconds is None else arrival + options.deadline_seconds
-        samples = samples_of(prepared, options, defaults, num_samples, deadline, may_see)
+        samples = samples_of(prepared, asked.options, defaults, asked.num_samples, asked.deadline, may_see, name)
         return Attempt(self._backend, prepared, samples)
 
-    def _prepared(  # noqa: PLR0913  what the collectors need
-        self,
-        question: str,
-        attempt: Attempt,
-        options: AskOptions,
-        arrival: float,
-        retrieved_at: float,
-        sources: tuple[Source, ...],
-        report: SpeculationReport,
-    ) -> _PreparedAnswers:
+    def _unsearched(self, asked: Asked, prepared: PreparedPrompt) -> CompletedSearch:
+        """The request of a prompt without documents."""
+        report = SpeculationReport(SpeculationOutcome.OFF)
+        return CompletedSearch(SearchResult(()), asked.arrival, self._attempt(prepared, asked), report)
+
+    def _prepared(self, asked: Asked, found: CompletedSearch, sources: tuple[Source, ...]) -> _PreparedAnswers:
+        """
+        Args:
+            asked: with an empty question if nothing was searched.
+        """
+        question, options, attempt = asked.question, asked.options, found.attempt
         stops = stop_strings(options)
 
         def collector(sample: SampleRequest) -> AnswerCollector:
             started = AnswerStart(
                 request_id=sample.request_id,
-                arrival=arrival,
-                retrieval_seconds=retrieved_at - arrival,
+                arrival=asked.arrival,
+                retrieval_seconds=found.ended_at - asked.arrival,
                 sources=sources,
                 num_prompt_tokens=attempt.prepared.num_tokens,
-                speculation=report,
+                speculation=found.report,
                 warnings=self._warnings,
                 call_format=attempt.prepared.call_format,
+                hops=found.hops,
             )
             return AnswerCollector(
                 started,

@@ -3,7 +3,7 @@
 import secrets
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from stillroom.backends.base import PreparedPrompt
@@ -14,6 +14,7 @@ from stillroom.core.ids import ChunkId, RequestId, format_chunk_id
 from stillroom.core.request import MaySee, SampleRequest, SamplingParams, seed_of_sample
 from stillroom.errors import NothingFoundError, PromptTooLongError, UsageError
 from stillroom.rag.answer import NO_LIMIT, AskOptions, Source
+from stillroom.rag.hops import checked_hops
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.filters.language import parse_filter
 
@@ -21,9 +22,11 @@ T = TypeVar("T")
 
 
 def check_options(options: AskOptions) -> None:
-    """Raises UsageError: the filter, a stop string or the deadline is invalid."""
+    """Raises UsageError: the filter, the number of hops, a stop string or the deadline is invalid."""
     if options.where.strip():
         parse_filter(options.where)
+    if options.hops is not None:
+        checked_hops(options.hops)
     if not all(stop_strings(options)):
         raise UsageError("stop contains an empty text; remove it")
     if options.deadline_seconds is not None and not 0 < options.deadline_seconds < float("inf"):
@@ -41,6 +44,24 @@ def history_without_search(options: AskOptions) -> History:
     return replace(history, answer_start=options.answer_start)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question as it arrived."""
+
+    question: str
+    """Empty for a prompt that is continued without a search."""
+    options: AskOptions
+    num_samples: int
+    arrival: float
+    """On the engine's clock."""
+
+    @property
+    def deadline(self) -> float | None:
+        """On the engine's clock; None: no deadline."""
+        seconds = self.options.deadline_seconds
+        return None if seconds is None else self.arrival + seconds
+
+
 class QuestionSearch:
     """Searches for a question and for the earlier turns of its conversation."""
 
@@ -50,9 +71,7 @@ class QuestionSearch:
         self._options = options
         self._mode = mode
         self._top_k = top_k
-        self.history = replace(
-            history_of(options.history, options.system, self._chunks, top_k), answer_start=options.answer_start
-        )
+        self.history = history_of(options.history, options.system, self._chunks, top_k)
         """The earlier turns, each with what its own search finds now."""
         self._found_with_previous = search_with_previous(options.history, question, self._chunks)
 
@@ -62,20 +81,36 @@ class QuestionSearch:
         for found in self._search.search_staged(self._question, self._mode, top_k, num_stages, self._options.where):
             yield replace(found, results=merge(found.results, extra, top_k)) if extra else found
 
+    def hop(self, text: str) -> Sequence[ScoredChunk]:
+        """Search for the text of a hop: the question itself as `stages` does, another one alone."""
+        if text != self._question:
+            return self._chunks(text)
+        *_, result = self.stages(1)
+        return result.results
+
     def _chunks(self, text: str) -> Sequence[ScoredChunk]:
         return self._search.search(text, self._mode, self._top_k, self._options.where).results
 
 
-def samples_of(
+def new_request_id() -> RequestId:
+    return RequestId(f"req-{uuid.uuid4().hex[:16]}")
+
+
+def samples_of(  # noqa: PLR0913  what a request is made of
     prepared: PreparedPrompt,
     options: AskOptions,
     defaults: GenerationConfig,
     num_samples: int,
     deadline: float | None,
     may_see: MaySee | None = None,
+    name: RequestId | None = None,
 ) -> list[SampleRequest]:
-    """The samples of a prompt, each with its own request id and seed. Only the first computes the prompt."""
-    name = RequestId(f"req-{uuid.uuid4().hex[:16]}")
+    """The samples of a prompt, each with its own request id and seed. Only the first computes the prompt.
+
+    Args:
+        name: request id of the first; None: a new one.
+    """
+    name = name or new_request_id()
     sampling = _sampling(options, defaults, prepared.max_answer_tokens)
     first = SampleRequest(
         request_id=name, sampling=sampling, priority=options.priority, deadline=deadline, may_see=may_see

@@ -25,10 +25,13 @@ from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import StillroomError
 from stillroom.rag.answer import SpeculationOutcome, SpeculationReport
 from stillroom.rag.break_even import BreakEven, Overlap, Stage
+from stillroom.rag.hops import Hop
 from stillroom.telemetry.metrics import Metrics
 
 Stages = Callable[[int], Iterator[SearchResult]]
 """Number of stages -> at most that many lists, of which the last is final."""
+AttemptWith = Callable[[Sequence[ScoredChunk]], "Attempt"]
+"""Chunks -> their prompt, with new request ids in each call."""
 
 
 class Speculable(Protocol):
@@ -127,6 +130,8 @@ class CompletedSearch:
     """On the engine's clock."""
     attempt: Attempt
     report: SpeculationReport
+    hops: tuple[Hop, ...] = ()
+    """Of a question that was searched several times."""
 
 
 class Speculator:
@@ -139,14 +144,8 @@ class Speculator:
         self._metrics = metrics
         self._break_evens: dict[SearchMode, BreakEven] = {mode: BreakEven() for mode in ("hybrid", "dense", "sparse")}
 
-    def find(
-        self, stages: Stages, mode: SearchMode, attempt_with: Callable[[Sequence[ScoredChunk]], Attempt]
-    ) -> CompletedSearch:
-        """Search; where it pays, start prefills during the search.
-
-        Args:
-            attempt_with: chunks -> their prompt, with new request ids in each call.
-        """
+    def find(self, stages: Stages, mode: SearchMode, attempt_with: AttemptWith) -> CompletedSearch:
+        """Search; where it pays, start prefills during the search."""
         break_even = self._break_evens[mode]
         if self._config.mode == "off" or not self._backend.may_speculate:
             found = self._search(stages, attempt_with, SpeculationOutcome.OFF)
@@ -160,7 +159,7 @@ class Speculator:
     def _search(
         self,
         stages: Stages,
-        attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
+        attempt_with: AttemptWith,
         outcome: SpeculationOutcome,
         break_even: BreakEven | None = None,
     ) -> CompletedSearch:
@@ -184,7 +183,7 @@ class _SpeculationRun:
         config: SpeculationConfig,
         clock: Clock,
         break_even: BreakEven,
-        attempt_with: Callable[[Sequence[ScoredChunk]], Attempt],
+        attempt_with: AttemptWith,
     ) -> None:
         self._backend = backend
         self._config = config

@@ -6,7 +6,8 @@ docs/http.md
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.models.bundled_models import reader_folder
 from stillroom.rag.as_json import JsonObject, search_as_json
+from stillroom.rag.hops import OnHop
 from stillroom.server import error_replies
 from stillroom.server.auth.guard import Guard, origins_of, own_names
 from stillroom.server.auth.key_ring import KeyRing
@@ -32,13 +34,14 @@ from stillroom.server.limits.workers import Workers
 from stillroom.server.middleware import RequestObserver
 from stillroom.server.privacy import served_name
 from stillroom.server.routes import chat, health, rerank
-from stillroom.server.routes.answer_events import AnswerEvents, whole_answers
+from stillroom.server.routes.answer_events import AnswerEvents, left, unless_left, whole_answers
 from stillroom.server.routes.api_page import api_page_router
 from stillroom.server.routes.chat import ask_options, read_question
 from stillroom.server.routes.completions import Completions
 from stillroom.server.routes.content_routes import ContentRoutes
 from stillroom.server.routes.document_routes import DocumentRoutes
 from stillroom.server.routes.health import Readiness
+from stillroom.server.routes.hop_events import AskedQuestion, with_hops
 from stillroom.server.routes.json_body import JsonRoute
 from stillroom.server.routes.model_names import ALIAS, check_model
 from stillroom.server.routes.responses import Responses
@@ -176,19 +179,28 @@ class _Api:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         """Answer the last user message from the documents; earlier messages are the conversation."""
         stillroom = stillroom_of(request)
-        streams = await self._ask(stillroom, body, calls_tools=True)
-        model = served_name(stillroom.model_name)
-        form = streams[0].call_format
-        if body.stream:
-            link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
-            return AnswerEvents(streams, chat.chat_events(streams, model, body, events_link_to=link_to))
-        return await whole_answers(streams, request, lambda answers: chat.whole_completion(answers, model, body, form))
+        ask, model = await self._asking(stillroom, body, calls_tools=True), served_name(stillroom.model_name)
+        if not body.stream:
+            streams = await unless_left(ask(), request)
+            if streams is None:
+                return left()
+            form = streams[0].call_format
+            return await whole_answers(
+                streams, request, lambda answers: chat.whole_completion(answers, model, body, form)
+            )
+        asked = AskedQuestion(ask)
+        first = await asked.next_hop()  # an error before it has its own status
+        link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
+        answers = partial(chat.chat_events, model=model, body=body, events_link_to=link_to)
+        return AnswerEvents([asked], with_hops(asked, first, partial(chat.hop_event, model=model, body=body), answers))
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer from the documents, in the form of OpenAI's Responses API. Nothing is stored."""
         stillroom = stillroom_of(request)
         asked = body.as_chat()
-        streams = await self._ask(stillroom, asked)
+        streams = await unless_left((await self._asking(stillroom, asked))(), request)
+        if streams is None:
+            return left()
         reply = Responses(streams[0], served_name(stillroom.model_name), body, asked, stillroom.config.generation)
         if body.stream:
             return AnswerEvents(streams, reply.events(), reply.error)
@@ -257,16 +269,21 @@ class _Api:
         content = await self._workers.run(self._workers.probes, stillroom_of(request).metrics.render)
         return Response(content, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _ask(
+    async def _asking(
         self, stillroom: "Stillroom", body: ChatCompletionRequest, *, calls_tools: bool = False
-    ) -> "list[AsyncAnswerStream]":
-        """Start `n` answers to the last user message; `calls_tools`: or calls of tools, where the model knows them."""
+    ) -> "Callable[..., Coroutine[Any, Any, list[AsyncAnswerStream]]]":
+        """Return the function that starts `n` answers to the last user message; `calls_tools`: or calls of tools, where
+        the model knows them."""
         if body.model != chat.CHAT_ALIAS:
             check_model(body.model, [stillroom.model_name])
         conversation = read_question(body.messages)
         may_call = calls_tools and has_tools(body) and not chat.searches(body) and await stillroom.aknows_tools()
         options = ask_options(body, conversation, tool_chat_of(body) if may_call else None)
-        return await stillroom.astreams(conversation.question, options, n=body.n or 1)
+
+        def ask(on_hop: OnHop | None = None) -> "Coroutine[Any, Any, list[AsyncAnswerStream]]":
+            return stillroom.astreams(conversation.question, replace(options, on_hop=on_hop), n=body.n or 1)
+
+        return ask
 
     def _describe(self, name: str) -> Model:
         return Model(id=served_name(name), created=self._started_at)

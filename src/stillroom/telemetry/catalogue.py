@@ -92,6 +92,13 @@ SPECULATION_AHEAD = MetricSpec(
     "Prefill time spent on the right prompts before their searches ended.",
 )
 
+HOPS = MetricSpec(
+    "stillroom_hops_total",
+    "counter",
+    "Searches of questions with several hops, by what followed: another, or why none did (docs/hops.md).",
+    ("end",),
+)
+
 # KV cache
 
 KV_NODES = MetricSpec("stillroom_kv_cache_nodes", "gauge", "Pieces of prompts whose KV is kept, by tier.", _TIER)

@@ -37,6 +37,7 @@ class Metrics:
         self._phases = self._histogram(catalogue.PHASES)
         self._speculations = self._counter(catalogue.SPECULATIONS)
         self._ahead = self._counter(catalogue.SPECULATION_AHEAD)
+        self._hops = self._counter(catalogue.HOPS)
         self._kv_blocks = self._gauge(catalogue.KV_BLOCKS)
         self._active = self._gauge(catalogue.ACTIVE_REQUESTS)
         self._corpora: dict[str, Corpora] = {}
@@ -89,6 +90,17 @@ class Metrics:
     def count_speculation(self, outcome: str, ahead_seconds: float) -> None:
         self._speculations.labels(outcome).inc()
         self._ahead.inc(ahead_seconds)
+
+    def count_hop(self, end: str | None, *, num_prompt_tokens: int, num_cached_tokens: int, num_generated: int) -> None:
+        """Count a search of a question with several hops, and the tokens of its own request.
+
+        Args:
+            end: why no other search followed; None if one did.
+        """
+        self._hops.labels(end or "another").inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._cached_tokens.inc(num_cached_tokens)
+        self._generated_tokens.inc(num_generated)
 
     def set_kv_blocks(self, num_free: int, num_used: int) -> None:
         self._kv_blocks.labels("free").set(num_free)

@@ -130,6 +130,18 @@ ANSWERS_HELP = help_text(
     ),
 )
 
+HOPS_HELP = help_text(
+    "Measure answers to questions over several documents, searched once and in several hops.",
+    "Questions come from a JSON list (`ctxs` with `title` and `text`, `question`, `answers`), or from a JSON-lines "
+    "file (`chunks`, `question`, `answer`). Their documents are one knowledge base, whose index the work folder keeps. "
+    "Compared with several hops are one hop, and one hop that reads as many chunks. How to read it: docs/hops.md.",
+    examples=(
+        "stillroom bench hops --questions data/musique_s.json",
+        "stillroom bench hops --questions data/musique_s.json --hops 2 --limit 50 --output hops.json",
+        "stillroom bench hops --questions eval.jsonl --model ./model --reuse off --reuse exact --reuse anywhere",
+    ),
+)
+
 SAVINGS_HELP = help_text(
     "Count the prompt tokens that reuse saves when searches return the same passages again.",
     "Compared are prefix caching, prefix caching with reordered passages (Cache-Craft's SET-CACHE), and reuse at any "
@@ -199,6 +211,7 @@ def add_commands(app: typer.Typer) -> None:
         ["config", "work_dir"],
     )
     add_command(app, "answers", options.EndToEndOptions, _end_to_end, ANSWERS_HELP)
+    add_command(app, "hops", options.HopsOptions, _hops, HOPS_HELP)
     add_command(app, "quality", options.AnswerOptions, _answers, QUALITY_HELP, ["config", "work_dir"])
     add_command(app, "contexts", options.ContextsOptions, _contexts, CONTEXTS_HELP, ["config", "work_dir"])
     add_command(app, "looking", options.LookingOptions, _looking, LOOKING_HELP)
@@ -295,6 +308,12 @@ def _end_to_end(chosen: options.EndToEndOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.end_to_end_answers import run_answers
 
     return run_answers(chosen, call.work_dir, call.settings(), call.say)
+
+
+def _hops(chosen: options.HopsOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.quality.hops import run_hops
+
+    return run_hops(chosen, call.work_dir, call.settings(), call.say)
 
 
 def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":

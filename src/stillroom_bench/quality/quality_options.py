@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stillroom.config.settings import TokenSelector
-from stillroom.models.bundled_models import MICROWORLD
+from stillroom.config.settings import ReuseMode, TokenSelector
+from stillroom.models.bundled_models import MICROWORLD, READER
 from stillroom_bench.instrument.option_flags import (
     REQUIRED,
     datasets_flag,
@@ -166,6 +166,25 @@ class EndToEndOptions:
     )
     num_questions: int | None = flag(None, "Maximum number of questions of each input.", "--limit", min=1)
     max_tokens: int = flag(64, "Maximum number of tokens of an answer.", min=1)
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
+class HopsOptions:
+    """Options of `stillroom bench hops`."""
+
+    questions: Path = flag(REQUIRED, "A file of questions with their documents.", path="file", metavar="FILE")
+    part: Literal["test", "choose"] = flag(
+        "test", "Questions to use: test, or choose, on which the rules of hops were chosen."
+    )
+    hops: tuple[int, ...] = flag((2, 3), "Most searches for a question; one hop is always measured.", min=1, max=5)
+    model: str = flag(READER, "The bundled reader, a checkpoint folder, a hub name, or a bundled decoder.")
+    hop_question: Literal["auto", "model", "answer"] = flag("auto", "The setting search.hop_question.")
+    reuse: tuple[ReuseMode, ...] = flag(
+        (), "A value of reuse.mode, for a model that keeps KV; default: exact.", "--reuse", metavar="MODE"
+    )
+    num_questions: int | None = flag(None, "Maximum number of questions.", "--limit", min=1)
+    max_tokens: int = flag(128, "Maximum number of tokens of an answer.", min=1)
     seed: int = seed_flag()
 
 

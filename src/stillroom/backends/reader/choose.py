@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stillroom.core.sentences import Span, sentence_at, sentences
+from stillroom.engine.events import Quote
 from stillroom.engine.reader_engine import ReaderAnswer
 
 if TYPE_CHECKING:  # it imports torch
@@ -62,10 +63,11 @@ def choose(texts: Sequence[str], readings: "Sequence[Reading | None]", scale: Sc
         return ReaderAnswer(NO_ANSWER, None, 0.0)
     rank, best = max(found, key=lambda one: one[1].score)
     confidence = scale.confidence(best.score)
-    if best.score < scale.threshold:
-        return ReaderAnswer(NO_ANSWER, None, confidence)
     text, highlight = quote(texts[rank], best.span, best.sentence)
-    return ReaderAnswer(f"{text}{_gap_before_number(text)}[{rank + 1}]", highlight, confidence)
+    quoted = Quote(text, highlight)
+    if best.score < scale.threshold:
+        return ReaderAnswer(NO_ANSWER, None, confidence, quoted)
+    return ReaderAnswer(f"{text}{_gap_before_number(text)}[{rank + 1}]", highlight, confidence, quoted)
 
 
 def quote(text: str, span: Span, sentence: Span) -> tuple[str, Span]:

@@ -80,6 +80,14 @@ class ReaderBackend:
         return False
 
     @property
+    def writes_json(self) -> bool:
+        return False
+
+    @property
+    def quotes(self) -> bool:
+        return True
+
+    @property
     def document_windows(self) -> None:
         return None
 

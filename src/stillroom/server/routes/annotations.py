@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 from stillroom.core.ids import public_id
 from stillroom.rag.answer import Answer, Citation, Source, Support
+from stillroom.rag.hops import Hop
 from stillroom.server.schemas.replies import Annotation, UrlCitation
 
 
@@ -14,10 +15,15 @@ def public_sources(sources: Sequence[Source]) -> list[Source]:
     return [replace(source, document=public_id(source.document)) for source in sources]
 
 
-def public_citations(answer: Answer) -> Answer:
-    """Return the answer with the document ids that clients see in its citations."""
+def public_hop(hop: Hop) -> Hop:
+    """Return the hop with the document ids that clients see."""
+    return replace(hop, sources=tuple(replace(one, document=public_id(one.document)) for one in hop.sources))
+
+
+def public_answer(answer: Answer) -> Answer:
+    """Return the answer with the document ids that clients see in its citations and hops."""
     shown = (replace(citation, document=public_id(citation.document)) for citation in answer.citations)
-    return replace(answer, citations=tuple(shown))
+    return replace(answer, citations=tuple(shown), hops=tuple(map(public_hop, answer.hops)))
 
 
 def annotations_of(answer: Answer) -> list[Annotation]:

@@ -6,9 +6,9 @@ When a client disconnects, its streams are cancelled and their KV blocks freed a
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -25,6 +25,8 @@ from stillroom.server.schemas.requests import GenerationRequest
 
 if TYPE_CHECKING:
     from stillroom.rag.stream import AsyncAnswerStream
+
+T = TypeVar("T")
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON lacks."""
@@ -58,28 +60,52 @@ async def whole_answers(
     streams: "Sequence[AsyncAnswerStream]", request: Request, complete: Callable[[Sequence[Answer]], BaseModel]
 ) -> Response:
     """Wait for the answers and reply with `complete(answers)`, or cancel them if the client disconnects first."""
-    reading = asyncio.ensure_future(_read_all(streams))
-    leaving = asyncio.create_task(disconnected(request))
+    answers = await unless_left(_read_all(streams), request)
+    return left() if answers is None else JSONResponse(complete(answers).model_dump())
+
+
+async def unless_left(working: Awaitable[T], request: Request) -> T | None:
+    """Return the result, or cancel the work and return None if the client disconnects first. Raises as `working`.
+
+    Precondition: the request's body was read.
+    """
+    work, leaving = asyncio.ensure_future(working), asyncio.create_task(disconnected(request))
     try:
-        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            cancel(streams)
-            await asyncio.gather(reading, return_exceptions=True)
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(complete(reading.result()).model_dump())
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return None
     finally:
-        cancel(streams)
-        reading.cancel()
+        work.cancel()
         leaving.cancel()
 
 
-def cancel(streams: "Sequence[AsyncAnswerStream]") -> None:
+def left() -> Response:
+    """The reply for a client that has disconnected, which only the log sees."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+class Cancellable(Protocol):
+    """A stream, or a question that has none yet."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def cancel(self) -> None: ...
+
+
+def cancel(streams: Sequence[Cancellable]) -> None:
     for stream in streams:
         stream.cancel()
 
 
 async def _read_all(streams: "Sequence[AsyncAnswerStream]") -> list[Answer]:
-    return await asyncio.gather(*(_read_to_end(stream) for stream in streams))
+    try:
+        return await asyncio.gather(*(_read_to_end(stream) for stream in streams))
+    finally:
+        cancel(streams)
 
 
 async def _read_to_end(stream: "AsyncAnswerStream") -> Answer:
@@ -122,7 +148,7 @@ class AnswerEvents(StreamingResponse):
 
     def __init__(
         self,
-        streams: "Sequence[AsyncAnswerStream]",
+        streams: Sequence[Cancellable],
         events: AsyncIterator[str],
         as_error: Callable[[JsonObject], str] | None = None,
     ) -> None:

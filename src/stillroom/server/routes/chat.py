@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from stillroom.backends.conversation import Exchange
@@ -11,7 +11,8 @@ from stillroom.config.settings import ServerConfig
 from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, TokenScore
 from stillroom.rag.as_json import JsonObject, details_as_json, source_as_json
-from stillroom.server.routes.annotations import annotations_of, public_citations, public_sources
+from stillroom.rag.hops import Hop
+from stillroom.server.routes.annotations import annotations_of, public_answer, public_hop, public_sources
 from stillroom.server.routes.answer_events import (
     DONE,
     LEAST_LOGPROB,
@@ -132,6 +133,7 @@ def ask_options(
         tool_chat=tool_chat,
         search=searches(body),
         mode=extension.mode,
+        hops=extension.hops,
         where=extension.where or "",
         top_k=extension.top_k,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -183,7 +185,7 @@ def as_sent(answer: Answer, body: ChatCompletionRequest, form: CallFormat | None
     """
     asks_in_vain = (body.tools or body.functions) and form is None and body.tool_choice != "none"
     warnings = (*answer.warnings, _NO_TOOLS) if asks_in_vain else answer.warnings
-    return replace(public_citations(answer), warnings=warnings)
+    return replace(public_answer(answer), warnings=warnings)
 
 
 def whole_completion(
@@ -268,6 +270,12 @@ async def chat_events(
     if body.includes_usage:
         yield chunks.usage_event(usage_of([stream.answer for stream in streams], len(streams)))
     yield DONE
+
+
+def hop_event(hop: Hop, model: str, body: ChatCompletionRequest) -> str:
+    """Return the event of one search of several; its delta is empty."""
+    ours = {"request_id": hop.request_id, "hop": asdict(public_hop(hop))}
+    return _Chunks(hop.request_id, model, body.includes_usage).event(0, Delta(), ours=ours)
 
 
 class _Chunks:

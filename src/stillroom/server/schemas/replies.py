@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from stillroom.config.settings import SearchMode
 from stillroom.core.request import LookupCounts
 from stillroom.rag.answer import Citation, ReuseReport, Source, SpeculationReport, Timing
+from stillroom.rag.hops import Hop
 
 
 class Reply(BaseModel):
@@ -62,11 +63,13 @@ class AnswerDetails(Reply):
     lookup: LookupCounts
     citations: list[Citation] = []
     """Of the answer with the index 0."""
+    hops: list[Hop] = []
+    """The searches of a question that was asked with several hops."""
 
 
 class StreamDetails(Reply):
-    """Extension of a stream. Its first chunk has `request_id` and `sources`; the chunk with the finish reason has the
-    other fields."""
+    """Extension of a stream. With several hops, each has a chunk with `request_id` and `hop` first. Then a chunk has
+    `request_id` and `sources`; the chunk with the finish reason has the other fields."""
 
     request_id: str
     sources: list[Source] | None = None
@@ -78,6 +81,8 @@ class StreamDetails(Reply):
     speculation: SpeculationReport | None = None
     lookup: LookupCounts | None = None
     citations: list[Citation] | None = None
+    hop: Hop | None = None
+    hops: list[Hop] | None = None
 
 
 class UrlCitation(Reply):

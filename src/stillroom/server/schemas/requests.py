@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stillroom.config.settings import SearchMode
+from stillroom.rag.hops import MAX_HOPS
 from stillroom.retrieval.filters.language import MAX_CHARS
 
 MAX_EMBEDDING_INPUTS = 2048
@@ -171,6 +172,8 @@ class ChatExtension(SearchOptions):
 
     search: bool = True
     """False: no search, and no entry in the request log; the model answers from the messages alone."""
+    hops: Annotated[int, Field(ge=1, le=MAX_HOPS)] | None = None
+    """Most searches for the question (docs/hops.md)."""
     source_events: bool | None = None
     """Overrides `server.source_events`."""
 
