@@ -1,0 +1,162 @@
+"""What one front knows of its engines: their reports, and the log of what it sent since.
+
+Between two reports of an engine the front adds its own requests: their work to the queue, and their pieces to the KV
+that the engine will hold. Several fronts do not see each other's requests until the engine reports them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from stillroom.cluster.engine_belief import EngineBelief
+from stillroom.cluster.routed_request import RoutedRequest
+from stillroom.core.kv import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """Sent by an engine to every front."""
+
+    at_seconds: float
+    """When the engine made it, on the front's clock."""
+    changes: Mapping[bytes, Tier | None]
+    """Kept KV since its last report: fastest tier by key and by content; None: not held any more."""
+    queue_seconds: float
+    """Predicted work of the requests that wait or are being computed."""
+    num_outstanding: int
+    """Requests that it has not completed."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request of this front."""
+
+    at_seconds: float
+    work_seconds: float
+    names: tuple[bytes, ...]
+    """Of the KV that it leaves on the engine."""
+    computed_at: float | None = None
+    """Time of its first token."""
+
+
+class _Holdings:
+    """KV of one engine: as reported, and as expected of requests under way."""
+
+    def __init__(self) -> None:
+        self.believed: dict[bytes, Tier] = {}
+        self._reported: dict[bytes, Tier] = {}
+        self._num_expecting: dict[bytes, int] = {}
+        """Requests under way by the names of the KV that they leave."""
+
+    def report(self, changes: Mapping[bytes, Tier | None]) -> None:
+        for name, tier in changes.items():
+            if tier is None:
+                self._reported.pop(name, None)
+            else:
+                self._reported[name] = tier
+            self._believe(name)
+
+    def expect(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._num_expecting[name] = self._num_expecting.get(name, 0) + 1
+            self._believe(name)
+
+    def settle(self, names: Iterable[bytes]) -> None:
+        """From now on, reports tell whether these are held."""
+        for name in names:
+            self._num_expecting[name] -= 1
+            if not self._num_expecting[name]:
+                del self._num_expecting[name]
+            self._believe(name)
+
+    def _believe(self, name: bytes) -> None:
+        tier = Tier.DEVICE if name in self._num_expecting else self._reported.get(name)
+        if tier is None:
+            self.believed.pop(name, None)
+        else:
+            self.believed[name] = tier
+
+
+@dataclass(slots=True)
+class _EngineLog:
+    work_until: float
+    """When the engine will have computed all prompts that the front knows of."""
+    heard_at: float
+    holdings: _Holdings = field(default_factory=_Holdings)
+    num_others: int = 0
+    """Outstanding requests of other fronts, by the last report."""
+    outstanding: dict[int, _Sent] = field(default_factory=dict)
+    unsettled: list[_Sent] = field(default_factory=list)
+    """Requests whose KV no report covers yet."""
+
+
+class FrontBeliefs:
+    """The engines of one front. Pure bookkeeping: every method gets the time."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, _EngineLog] = {}
+
+    def add_engine(self, engine_id: str, now: float) -> None:
+        """Begin to route to an engine that holds nothing yet. One of the same id starts anew."""
+        self._engines[engine_id] = _EngineLog(work_until=now, heard_at=now)
+
+    def lose_engine(self, engine_id: str) -> list[int]:
+        """Stop routing to an engine; returns the numbers of its requests that are not completed, oldest first."""
+        return list(self._engines.pop(engine_id).outstanding)
+
+    def on_report(self, engine_id: str, report: EngineReport) -> None:
+        """Take an engine's report. No effect for an engine that was lost."""
+        log = self._engines.get(engine_id)
+        if log is None:
+            return
+        at = report.at_seconds
+        log.heard_at = max(log.heard_at, at)
+        log.holdings.report(report.changes)
+        is_covered = [one.computed_at is not None and one.computed_at <= at for one in log.unsettled]
+        for one, covered in zip(log.unsettled, is_covered, strict=True):
+            if covered:
+                log.holdings.settle(one.names)
+        log.unsettled = [one for one, covered in zip(log.unsettled, is_covered, strict=True) if not covered]
+        later = [one for one in log.outstanding.values() if one.at_seconds > at]
+        log.work_until = at + report.queue_seconds + sum(one.work_seconds for one in later)
+        log.num_others = max(0, report.num_outstanding - (len(log.outstanding) - len(later)))
+
+    def on_sent(self, engine_id: str, request: RoutedRequest, work_seconds: float, now: float) -> None:
+        """Note a request that was sent to an engine.
+
+        Args:
+            work_seconds: predicted, without waiting.
+        """
+        log = self._engines[engine_id]
+        names = tuple(name for piece in request.pieces for name in (piece.key, piece.content))
+        sent = _Sent(now, work_seconds, names)
+        log.outstanding[request.number] = sent
+        log.unsettled.append(sent)
+        log.work_until = max(now, log.work_until) + work_seconds
+        log.holdings.expect(names)
+
+    def on_first_token(self, engine_id: str, number: int, now: float) -> None:
+        """Note that an engine has computed a prompt. No effect for an engine that was lost."""
+        if engine_id in self._engines:
+            self._engines[engine_id].outstanding[number].computed_at = now
+
+    def on_end(self, engine_id: str, number: int, now: float) -> None:
+        """Note that a request is complete. No effect for an engine that was lost."""
+        log = self._engines.get(engine_id)
+        if log is None:
+            return
+        del log.outstanding[number]
+        if not log.outstanding and not log.num_others:
+            log.work_until = min(log.work_until, now)
+
+    def at(self, now: float) -> list[EngineBelief]:
+        """Return what is believed of every engine, by id. `held` changes with later calls of the other methods."""
+        return [
+            EngineBelief(
+                engine_id=engine_id,
+                held=log.holdings.believed,
+                queue_seconds=max(0.0, log.work_until - now),
+                num_outstanding=len(log.outstanding) + log.num_others,
+                age_seconds=max(0.0, now - log.heard_at),
+            )
+            for engine_id, log in sorted(self._engines.items())
+        ]
