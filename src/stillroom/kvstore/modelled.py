@@ -18,7 +18,7 @@ class ModelledMover:
         Args:
             seconds: time to move this many bytes between a tier and the device, in either direction.
         """
-        self._clock = clock
+        self.clock = clock
         self._seconds = seconds
         self._bytes_per_token = bytes_per_token
         self._kept: dict[Tier, set[NodeKey]] = {Tier.HOST: set(), Tier.DISK: set()}
@@ -60,5 +60,5 @@ class ModelledMover:
         self._kept[tier].remove(key)
 
     def _move(self, tier: Tier, num_tokens: int, bits: int = FULL_BITS) -> bool:
-        self._clock.advance(self._seconds(tier, num_tokens * self._bytes_per_token * bits // FULL_BITS))
+        self.clock.advance(self._seconds(tier, num_tokens * self._bytes_per_token * bits // FULL_BITS))
         return True

@@ -76,6 +76,12 @@ class KnowledgeTree:
         """Return all nodes with the same tokens, model and tenant, whatever stood before them."""
         return self._nodes.variants(content)
 
+    def tier_of(self, name: bytes) -> Tier | None:
+        """Return the fastest tier that holds a node of this key, or any node of this content; None if none does."""
+        node = self._nodes.get(NodeKey(name))
+        nodes = self._nodes.variants(name) if node is None else [node]
+        return min((one.tier for one in nodes if one.tier is not None), default=None)
+
     def was_evicted(self, piece: Piece) -> bool:
         """Whether the node of this piece was dropped lately."""
         return self._nodes.was_dropped(piece.key)

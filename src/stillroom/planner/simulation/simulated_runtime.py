@@ -14,6 +14,7 @@ from stillroom.backends.assembly import reuse_of, tree_options
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import RequestId
+from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
@@ -23,8 +24,10 @@ from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
 from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
+from stillroom.kvcache.tree.pieces import Piece
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.planner.simulation.driving import drive
+from stillroom.planner.simulation.network_tier import NetworkMover, NetworkTier
 from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, segmented, step_outcome
 from stillroom.runner.modelled_runner import ModelledRunner
@@ -97,15 +100,18 @@ class SimulatedRuntime(SteppedEngine):
         hardware: HardwareModel,
         policy: EnginePolicy,
         seed: int = 0,
-        documents: Sequence[Sequence[Segment]] = (),
+        documents: Sequence[Sequence[Segment]] | SimulatedCorpus = (),
+        network: NetworkTier | None = None,
     ) -> None:
         """
         Args:
-            documents: chunks of each in order, for `prepare`.
+            documents: chunks of each in order, for `prepare` and for reuse at any position.
+            network: takes the place of the disk.
         """
         super().__init__(hardware.max_tokens)
         self._hardware, self._policy, self._seed = hardware, policy, seed
-        self._corpus = SimulatedCorpus(documents)
+        self._corpus = documents if isinstance(documents, SimulatedCorpus) else SimulatedCorpus(documents)
+        self._network = network
         self.clock = VirtualClock()
         self.reset()
 
@@ -120,8 +126,9 @@ class SimulatedRuntime(SteppedEngine):
             batch_delay_s=hardware.batch_delay_seconds,
             preparing_tokens=hardware.step_tokens,  # no question comes while documents are prepared
         )
-        manager = KVCacheManager(pool, _reuse(hardware, self._policy, pool, self.clock))
+        self._manager = manager = _WatchedManager(pool, _reuse(hardware, self._policy, pool, self._mover()))
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._policy.scheduling], self._policy.window)
+        self._scheduler.seconds = []
         runner = ModelledRunner(
             hardware.costs,
             self.clock,
@@ -165,6 +172,27 @@ class SimulatedRuntime(SteppedEngine):
             scheduling_seconds=self._scheduler.seconds,
         )
 
+    def watch_changes(self) -> None:
+        """Start to remember which KV is kept, for `take_changes`."""
+        self._manager.is_watched = True
+        self._manager.watch_changes()
+
+    def take_changes(self) -> dict[bytes, Tier | None]:
+        """Return the keys and contents whose kept KV changed since the last call, with the fastest tier that holds
+        them; None: no tier."""
+        names, reuse = sorted(self._manager.take_watched()), self._manager.reuse
+        return {} if reuse is None else {name: reuse.tree.tier_of(name) for name in names}
+
+    def pieces_of(self, prompt: Prompt) -> tuple[Piece, ...]:
+        """Return the pieces by which the engine keeps a prompt's KV; none if it keeps no KV."""
+        reuse = self._manager.reuse
+        return () if reuse is None else reuse.keys.pieces(self.segments_of(prompt))
+
+    def sleep_until(self, moment: float) -> None:
+        """Advance the clock of an idle engine. No effect if the moment has passed."""
+        if self.clock.now < moment:
+            self._sleep(moment - self.clock.now)
+
     def prepare(self, prompts: Sequence[PreparingPrompt]) -> int:
         """Prepare documents while no question comes; return how many of the prompts fit into the budget."""
         ended: list[Exception | None] = []
@@ -197,9 +225,53 @@ class SimulatedRuntime(SteppedEngine):
         named = (replace(one, chunk_id=self._corpus.chunk_id_of(one.token_ids)) for one in segments[1:-1])
         return SegmentedPrompt((segments[0], *named, segments[-1]))
 
+    def find_in_network(self, prompt: Prompt) -> None:
+        """Let the tree know the records of the network tier that a prompt may use."""
+        reuse, network = self._manager.reuse, self._network
+        if reuse is None or network is None:
+            return
+        for piece in self.pieces_of(prompt):
+            for name in (piece.key, piece.content):
+                if reuse.tree.tier_of(name) is None:
+                    path = network.path_to(name, self.clock.now)
+                    reuse.tree.restore(record for record in path if reuse.tree.get(record.key) is None)
+
+    def _mover(self) -> ModelledMover:
+        hardware = self._hardware
+        if self._network is None:
+            return ModelledMover(self.clock, hardware.costs.load_seconds, hardware.bytes_per_token)
+        return NetworkMover(self.clock, hardware.costs.load_seconds, hardware.bytes_per_token, self._network)
+
     def _sleep(self, seconds: float) -> None:
         """Advance the clock; the extra nanosecond keeps rounding from stopping just before the target."""
         self.clock.advance(seconds + 1e-9)
+
+
+class _WatchedManager(KVCacheManager):
+    """Tells changes of kept KV to two readers: the scheduler, and `SimulatedRuntime.take_changes`."""
+
+    is_watched = False
+
+    def __init__(self, pool: BlockPool, reuse: Reuse | None) -> None:
+        super().__init__(pool, reuse)
+        self._for_scheduler: set[bytes] = set()
+        self._watched: set[bytes] = set()
+
+    def take_changes(self) -> set[bytes]:
+        self._read()
+        changed, self._for_scheduler = self._for_scheduler, set()
+        return changed
+
+    def take_watched(self) -> set[bytes]:
+        self._read()
+        changed, self._watched = self._watched, set()
+        return changed
+
+    def _read(self) -> None:
+        changed = super().take_changes()
+        self._for_scheduler |= changed
+        if self.is_watched:
+            self._watched |= changed
 
 
 class _TimedScheduler(Scheduler):
@@ -220,11 +292,10 @@ class _TimedScheduler(Scheduler):
         return updates
 
 
-def _reuse(hardware: HardwareModel, policy: EnginePolicy, pool: BlockPool, clock: VirtualClock) -> Reuse | None:
+def _reuse(hardware: HardwareModel, policy: EnginePolicy, pool: BlockPool, mover: ModelledMover) -> Reuse | None:
     """Build the knowledge tree as `backends.assembly` does, without stores."""
     config = policy.reuse
     if not config.keeps_kv:
         return None
-    mover = ModelledMover(clock, hardware.costs.load_seconds, hardware.bytes_per_token)
     options = tree_options(config, hardware.bytes_per_token, prepare=policy.prepare, narrow_size=hardware.narrow_size)
-    return reuse_of(KnowledgeTree(pool, mover, hardware.costs, options, clock.monotonic), config, b"")
+    return reuse_of(KnowledgeTree(pool, mover, hardware.costs, options, mover.clock.monotonic), config, b"")
