@@ -136,7 +136,7 @@ class CostRouter:
     """The engine with the least predicted time to the first token: waiting, loading and computing.
 
     With `costs.exact_only()` it sees prefixes only, as NVIDIA Dynamo's KV router does (there in blocks in place of
-    seconds).
+    seconds). Design and first simulation: docs/cluster.md.
     """
 
     costs: EngineCosts

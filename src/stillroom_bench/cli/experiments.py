@@ -152,6 +152,19 @@ SIMULATE_HELP = help_text(
     ),
 )
 
+CLUSTER_HELP = help_text(
+    "Simulate which engine of a cluster gets a request: routing by kept chunks, prefixes, hashes or load.",
+    "Stillroom's engines and router run on modelled machines. traces: recorded retrievals, and whether routing by "
+    "chunks beats routing by prefix; generated: topics and independent chunks; age: old beliefs, several fronts; "
+    "changes: engines lost and added; tier: a KV tier that they share over the network. How to read it: "
+    "docs/cluster.md.",
+    examples=(
+        "stillroom bench cluster --data data/traces",
+        "stillroom bench cluster --data data/traces --mode exact --engines 4 --repeat 3",
+        "stillroom bench cluster --experiment generated --experiment age --engines 16 --output cluster.json",
+    ),
+)
+
 _UNUSED = {
     "": ("half_lives",),
     " --predict": ("half_lives",),
@@ -175,6 +188,7 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     add_command(app, "convergence", options.ConvergenceOptions, _convergence, CONVERGENCE_HELP, ["config"])
     add_command(app, "tiered", options.TieredOptions, _tiered, TIERED_HELP, ["config"])
     add_command(app, "simulate", options.SimulateOptions, _simulate, SIMULATE_HELP, ["config", "compare"])
+    add_command(app, "cluster", options.ClusterOptions, _cluster, CLUSTER_HELP, ["config", "compare", "work_dir"])
     add_command(pipeline, "speculation", options.SpeculationOptions, _speculation, SPECULATION_HELP, ["config"])
     add_command(pipeline, "reordering", options.ReorderingOptions, _reordering, REORDERING_HELP, ["config"])
 
@@ -253,6 +267,12 @@ def _simulate(chosen: options.SimulateOptions, call: Call) -> "BenchResult":
     from stillroom_bench.experiments.simulate_validation import run_validation
 
     return run_validation(call.work_dir, seed=chosen.seed, on_progress=call.say)
+
+
+def _cluster(chosen: options.ClusterOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.experiments.cluster import run_cluster
+
+    return run_cluster(chosen, call.say)
 
 
 def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":

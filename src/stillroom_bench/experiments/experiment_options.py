@@ -330,6 +330,30 @@ class SimulateOptions:
     seed: int = seed_flag()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """Options of `stillroom bench cluster`."""
+
+    experiments: tuple[str, ...] = flag(
+        ("traces",), "traces, generated, age, changes or tier.", "--experiment", metavar="NAME"
+    )
+    data: Path | None = flag(None, "A folder with rag_*.json, traces of retrieved passages.", path="folder")
+    engines: tuple[int, ...] = flag((4, 16), "Engines of the cluster.", "--engines", metavar="N", min=1)
+    modes: tuple[str, ...] = flag(("anywhere",), "Reuse of KV: exact or anywhere.", "--mode", metavar="NAME")
+    arms: tuple[str, ...] = flag((), "Routers of traces and generated; default: all.", "--arm", metavar="NAME")
+    load: float = flag(0.8, "Requests per second, as a share of the throughput without reuse.", min=0.01)
+    machine: str = flag("llama3-8b-a100", "Modelled machine: a name or a .toml file.", metavar="NAME")
+    popularity: float = flag(
+        0.0, "Exponent of Zipf's law by which recorded questions are repeated; 0: each is asked once.", min=0.0
+    )
+    num_requests: int = flag(
+        0, "Requests, half of them to warm up; 0: all of a trace, and 200 for each engine.", "--requests", min=0
+    )
+    arrivals: Path | None = flag(None, "Trace of arrival times; default: a Poisson process.", path="file")
+    repeat: int = repeat_flag(5, "Repetitions, each with other orders and times.")
+    seed: int = seed_flag()
+
+
 @dataclass(frozen=True, slots=True)
 class TieredOptions:
     """Options of `stillroom bench tiered`: sizes, and which of its benchmarks runs."""
