@@ -105,9 +105,9 @@ def test_second_turn_reuses_the_first(talking: Stillroom) -> None:
     assert second.reuse.num_cached_tokens >= first.reuse.num_prompt_tokens - talking.config.runtime.block_size
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 3}, {"mode": "dense"}, {"where": "year = 2020"}])
+@pytest.mark.parametrize("fields", [{"hops": 2}, {"top_k": 3}, {"mode": "dense"}, {"where": "year = 2020"}])
 def test_options_of_a_search_are_refused_without_one(fields: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="without a search, mode, top_k and where"):
+    with pytest.raises(UsageError, match="without a search, mode, top_k, hops and where"):
         AskOptions(search=False, **fields)  # type: ignore[arg-type]
 
 
