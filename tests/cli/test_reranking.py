@@ -53,6 +53,7 @@ def test_missing_reranker_exits_2_and_names_the_setting(
     assert result.code == 2 and "check search.reranker" in result.err
 
 
+@pytest.mark.slow
 def test_speculation_with_a_reranker_changes_no_answer(kb: Path, model: Path) -> None:
     answers = {}
     modes: tuple[Speculation, ...] = ("off", "on")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from stillroom.config.settings import SearchConfig, SearchMode, StillroomConfig
+from stillroom.config.settings import SearchConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from stillroom.retrieval.model_files import PACKAGED_MODEL
@@ -124,31 +124,31 @@ def keys(make_file: MakeFile, docs: Path) -> Path:
     return docs
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_results_are_in_the_order_of_the_oracle(open_kb: OpenKb, model: Path, keys: Path, mode: SearchMode) -> None:
+def test_results_are_in_the_order_of_the_oracle(open_kb: OpenKb, model: Path, keys: Path) -> None:
     plain, kb = open_kb(), open_kb(settings(model, rerank_candidates=8, rerank_budget_s=0.0))
     plain.add([keys])
-    fused = plain.search(QUERY, mode=mode, top_k=8).results
-    found = kb.search(QUERY, mode=mode, top_k=3)
-    expected = predicted(model, [scored.chunk.indexed_text for scored in fused])
-    assert [scored.chunk for scored in found.results] == [fused[at].chunk for at in by_score(expected)][:3]
-    for scored, score in zip(found.results, sorted(expected, reverse=True), strict=False):
-        assert scored.score == scored.scores["reranker"] == pytest.approx(score, abs=1e-5)
-        assert set(scored.scores) >= ({"dense", "sparse", "reranker"} if mode == "hybrid" else {mode, "reranker"})
-    assert found.num_reranked == 8 and found.rerank_seconds > 0
-    assert len(kb.search(QUERY, mode=mode, top_k=10).results) == 10
-    assert not any("reranker" in scored.scores for scored in fused)
+    for mode in MODES:
+        fused = plain.search(QUERY, mode=mode, top_k=8).results
+        found = kb.search(QUERY, mode=mode, top_k=3)
+        expected = predicted(model, [scored.chunk.indexed_text for scored in fused])
+        assert [scored.chunk for scored in found.results] == [fused[at].chunk for at in by_score(expected)][:3]
+        for scored, score in zip(found.results, sorted(expected, reverse=True), strict=False):
+            assert scored.score == scored.scores["reranker"] == pytest.approx(score, abs=1e-5)
+            assert set(scored.scores) >= ({"dense", "sparse", "reranker"} if mode == "hybrid" else {mode, "reranker"})
+        assert found.num_reranked == 8 and found.rerank_seconds > 0
+        assert len(kb.search(QUERY, mode=mode, top_k=10).results) == 10
+        assert not any("reranker" in scored.scores for scored in fused)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
-def test_last_stage_is_the_reranked_search(open_kb: OpenKb, model: Path, keys: Path, num_stages: int) -> None:
+def test_last_stage_is_the_reranked_search(open_kb: OpenKb, model: Path, keys: Path) -> None:
     plain, kb = open_kb(), open_kb(settings(model))
     plain.add([keys])
-    *provisional, last = kb.search_staged(QUERY, num_stages=num_stages)
-    assert last.results == kb.search(QUERY).results and last.num_reranked == 11
-    assert len(provisional) < num_stages and not any(one.num_reranked for one in provisional)
-    if provisional:
-        assert provisional[-1].results == plain.search(QUERY).results
+    for num_stages in (1, 2, 3, 8):
+        *provisional, last = kb.search_staged(QUERY, num_stages=num_stages)
+        assert last.results == kb.search(QUERY).results and last.num_reranked == 11
+        assert len(provisional) < num_stages and not any(one.num_reranked for one in provisional)
+        if provisional:
+            assert provisional[-1].results == plain.search(QUERY).results
     assert list(kb.search_staged("nothing", where="path = none"))[-1].results == ()
 
 
