@@ -21,6 +21,7 @@ from stillroom.errors import (
 from stillroom.retrieval import knowledge_base
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.reembedding import ReembedProgress
+from stillroom.retrieval.store import folder
 from tests.crash import oracle
 from tests.crash.worker import INDEXES, OTHER_MODEL, D, SmallEmbedder
 
@@ -31,6 +32,7 @@ WORDS = ("vault", "key", "thirty", "days", "cat", "sleep", "bread", "bake", "deg
 @pytest.fixture(autouse=True)
 def small_embedders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knowledge_base, "Embedder", SmallEmbedder)
+    monkeypatch.setattr(folder, "_OPENING_TIMEOUT_S", 0.0)  # one thread tries to write during the switch
 
 
 def config(kind: str = "flat", model: str = EmbedderConfig().model) -> StillroomConfig:
@@ -47,19 +49,19 @@ def write(docs: Path, number: int, version: int = 0) -> Path:
     return path
 
 
-def contents(folder: Path) -> oracle.Documents:
+def contents(kb: Path) -> oracle.Documents:
     """Return texts and vectors, and check that the indexes hold them."""
-    oracle.check_projections(folder)
-    return oracle.documents(folder)
+    oracle.check_projections(kb)
+    return oracle.documents(kb)
 
 
 def fresh(tmp_path: Path, docs: Path, settings: StillroomConfig) -> oracle.Documents:
     """Return the content of a knowledge base that was made with these settings."""
-    folder = tmp_path / "fresh"
-    shutil.rmtree(folder, ignore_errors=True)
-    with KnowledgeBase.open(folder, settings, create=True) as kb:
+    place = tmp_path / "fresh"
+    shutil.rmtree(place, ignore_errors=True)
+    with KnowledgeBase.open(place, settings, create=True) as kb:
         kb.add([docs])
-    return contents(folder)
+    return contents(place)
 
 
 @pytest.fixture
@@ -122,13 +124,13 @@ class _Interruption(Exception):
 def test_any_interleaving_of_edits_ends_as_a_new_knowledge_base(
     edits: list[tuple[str, int]], num_together: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = tmp_path_factory.mktemp("edits")
-    docs, rest = folder / "docs", list(edits)
+    place = tmp_path_factory.mktemp("edits")
+    docs, rest = place / "docs", list(edits)
     for number in range(4):
         write(docs, number)
     with (
-        KnowledgeBase.open(folder / "kb", config(), create=True) as kb,
-        KnowledgeBase.open(folder / "kb", config(), create=True) as other,
+        KnowledgeBase.open(place / "kb", config(), create=True) as kb,
+        KnowledgeBase.open(place / "kb", config(), create=True) as other,
     ):
         kb.add([docs])
 
@@ -156,7 +158,7 @@ def test_any_interleaving_of_edits_ends_as_a_new_knowledge_base(
         assert [one.chunk.chunk_id for one in found] == [
             one.chunk.chunk_id for one in kb.search("vault", mode="dense", top_k=50).results
         ]
-    assert contents(folder / "kb") == fresh(folder, docs, config(model=OTHER_MODEL))
+    assert contents(place / "kb") == fresh(place, docs, config(model=OTHER_MODEL))
 
 
 def test_searches_use_the_old_vectors_until_the_switch(made: Callable[[], KnowledgeBase], tmp_path: Path) -> None:

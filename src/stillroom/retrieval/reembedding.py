@@ -40,7 +40,7 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.index.indexes import DenseFiles, Indexes
 from stillroom.retrieval.index.qdrant_index import CollectionStore
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.store.folder import WriteLock
+from stillroom.retrieval.store.folder import REEMBED, WriteLock
 from stillroom.retrieval.store.vector_sets import (
     ActiveVectors,
     NextVectors,
@@ -165,7 +165,7 @@ class Reembedding:
             while True:
                 self._complete(vectors, indexes, steps)
                 try:
-                    with self._lock.held("reembed"):
+                    with self._lock.held(REEMBED):
                         self._complete(vectors, indexes, steps)
                         indexes.close()  # an embedded collection is open in one process only
                         if self._sets.switch(record.number):
@@ -201,7 +201,7 @@ class Reembedding:
 
     def _clean_up(self) -> None:
         try:
-            with self._lock.held("reembed"):
+            with self._lock.held(REEMBED):
                 delete_old_vectors(self._folder, self._sets, self._corpus, self._config)
         except KnowledgeBaseBusyError:  # the other writer does it
             if self._sets.record("old") is not None:

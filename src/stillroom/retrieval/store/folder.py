@@ -51,8 +51,9 @@ _MAX_AGE_S = 3600.0
 
 _OPENING_TIMEOUT_S = 10.0
 
-REPAIR = "repair"
-"""Action that makes files from the corpus. No user asked for it, so other writers wait for its end."""
+REPAIR, REEMBED = "repair", "reembed"
+"""Actions that make files from the corpus, and switch to another embedder. No user asked for them at this moment, so
+other writers wait for their end."""
 
 
 def check_is_empty(path: Path) -> None:
@@ -123,7 +124,8 @@ class WriteLock:
 
         Args:
             action: Shown to other processes that are refused meanwhile.
-            timeout_s: Time to wait for another holder; at least 10 s for a repair, unless this is one.
+            timeout_s: Time to wait for another holder; at least 10 s for a repair or a switch to another
+                embedder, unless this is a repair.
 
         Raises:
             KnowledgeBaseBusyError: Another process or thread holds the lock; the message names it.
@@ -164,7 +166,7 @@ class WriteLock:
         try:
             lock.acquire()
         except Timeout:
-            if action == REPAIR or self._holder_note().get("what") != REPAIR:
+            if action == REPAIR or self._holder_note().get("what") not in (REPAIR, REEMBED):
                 raise
             lock = FolderLock(self._folder / _LOCK, _OPENING_TIMEOUT_S)
             lock.acquire()
