@@ -187,7 +187,9 @@ def test_predictions_equal_hand_computed_seconds() -> None:
     assert seconds({NAMES[3]: Tier.HOST}, ANYWHERE) == pytest.approx(0.5 + 1 + 3.1 - 0.75)
     assert seconds({NAMES[3]: Tier.DISK}, ANYWHERE) == pytest.approx(1 + 3.1)
     with_query_pass = replace(ANYWHERE, has_query_pass=True)
-    assert seconds({NAMES[3]: Tier.DEVICE}, with_query_pass) == pytest.approx(1 + 3.1 - 0.75 + 1 + 0.1)
+    assert seconds({NAMES[3]: Tier.DEVICE}, with_query_pass) == pytest.approx(1 + 3.1), "the pass costs more"
+    all_three = dict.fromkeys(NAMES[1:4], Tier.DEVICE)
+    assert seconds(all_three, with_query_pass) == pytest.approx(1 + 3.1 - 2.25 + 1 + 0.1)
 
 
 def test_cost_router_waits_for_kept_kv_only_as_long_as_that_pays() -> None:

@@ -11,7 +11,9 @@ from stillroom.core.kv import NodeKey, Tier
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Reusability, best_variant, context_overlap, reusability
 from stillroom.kvcache.chunk_reuse.recompute import PlacedChunk, SelectiveRecompute
 from stillroom.kvcache.tree.chunk_scores import ContextMass
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvcache.tree.node import Node, WindowedCount
+from tests.kvcache.prepared_fixture import PreparedFixture
 
 UNLIKE = Reusability(0.0, 0.8)
 
@@ -166,3 +168,26 @@ def test_the_copy_with_the_lowest_overhead_wins() -> None:
     alone.mass = ContextMass(4, (), (), np.zeros(0, np.float32), 1.0)
     assert reusability(alone, [b"c"]) == Reusability(0.0, 0.5)
     assert best_variant([other, like, alone], [b"c"], 8) is alone, "its KV is independent of other chunks"
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "selector", "num_kept", "num_placed"),
+    [
+        (0.0, "question", 1, 1),  # saves 3 s, and the query pass takes 2
+        (1.5, "question", 1, 0),  # saves 3 s, and the query pass takes 3.5
+        (1.5, "question", 2, 2),  # saves 6 s
+        (1.5, "first", 1, 1),  # needs no query pass
+    ],
+)
+def test_chunks_are_placed_if_they_save_more_than_the_query_pass_takes(
+    step_seconds: float, selector: TokenSelector, num_kept: int, num_placed: int
+) -> None:
+    """Chunks of 4 tokens, a question of 2, one second a token; a quarter of placed tokens is recomputed."""
+    fixture = PreparedFixture(anywhere=AnywhereOptions(0.25, selector))
+    kept = [1, 2][:num_kept]
+    fixture.ask([7, *kept])
+    fixture.tree.profile = linear_profile(step_seconds, 1.0, 0.0)
+    asked = fixture.lease([8, *kept])
+    fixture.admit(asked)
+    assert len(asked.placements) == num_placed
+    fixture.manager.release(asked)

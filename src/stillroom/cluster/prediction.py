@@ -1,7 +1,8 @@
 """Predicts how long an engine takes to the first token of a prompt, from the KV that it is believed to hold.
 
 Follows the engine's own decision: the cut of the exact path that ends prefill soonest (`plan_reuse`), and behind it the
-chunks whose copy is faster to load than to compute (`plan_placements`).
+chunks whose copy is faster to load than to compute (`plan_placements`), if they save more than the query pass costs
+(`pays_for_query_pass`).
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def predict(request: RoutedRequest, held: Mapping[bytes, Tier], costs: EngineCos
     if share is None:
         return _prediction(request, cached, loads, costs)
     per_token = costs.profile.prefill_seconds(0, request.num_tokens) / request.num_tokens
-    num_placed = 0
+    num_placed, placed_loads = 0, 0.0
     for piece in request.pieces[cut:]:
         tier = held.get(piece.content) if piece.is_chunk else None
         if tier is None:
@@ -56,11 +57,13 @@ def predict(request: RoutedRequest, held: Mapping[bytes, Tier], costs: EngineCos
         seconds = _load_seconds(piece, tier, costs)
         if seconds < (1.0 - share) * per_token * piece.num_tokens:
             num_placed += piece.num_tokens
-            loads += seconds
-    if num_placed and share > 0.0 and costs.has_query_pass:
-        before = request.num_tokens - request.num_tail_tokens
-        loads += costs.profile.prefill_seconds(before, request.num_tail_tokens)
-    return _prediction(request, cached + int((1.0 - share) * num_placed), loads, costs)
+            placed_loads += seconds
+    if num_placed and 0.0 < share < 1.0 and costs.has_query_pass:
+        query_pass = costs.profile.prefill_seconds(cached + num_placed, request.num_tail_tokens)
+        if (1.0 - share) * per_token * num_placed - placed_loads <= query_pass:
+            return _prediction(request, cached, loads, costs)
+        placed_loads += query_pass
+    return _prediction(request, cached + int((1.0 - share) * num_placed), loads + placed_loads, costs)
 
 
 def prefix_tokens(request: RoutedRequest, held: Mapping[bytes, Tier]) -> int:

@@ -10,6 +10,7 @@ from stillroom.kvcache.chunk_reuse.plan import (
     AnywhereOptions,
     Placement,
     load_seconds,
+    pays_for_query_pass,
     placeable_copy,
     plan_placements,
     saved_seconds,
@@ -24,9 +25,15 @@ from stillroom.kvcache.tree.provenance import MAX_SEEN, Context, PromptContext, 
 
 
 def plan_for(
-    tree: KnowledgeTree, lease: Lease, num_exact: int, options: AnywhereOptions | None, *, always_loads: bool
+    tree: KnowledgeTree,
+    lease: Lease,
+    num_exact: int,
+    num_tokens: int,
+    options: AnywhereOptions | None,
+    *,
+    always_loads: bool,
 ) -> list[Placement]:
-    """Return what to place behind the first `num_exact` pieces of a prompt.
+    """Return what to place behind the first `num_exact` pieces of a prompt of `num_tokens`, with its answer so far.
 
     A preempted request that began with exact KV resumes with exact KV, as its report says: nothing is placed.
     """
@@ -39,7 +46,11 @@ def plan_for(
     def copy_of(piece: Piece, before: Sequence[bytes]) -> Node | None:
         return placeable_copy(tree, lease.placeable, options, piece, before)
 
-    return plan_placements(tree, lease.pieces, copy_of, num_exact, options, always_loads=always_loads)
+    found = plan_placements(tree, lease.pieces, copy_of, num_exact, options, always_loads=always_loads)
+    exact_tokens = sum(piece.num_tokens for piece in lease.pieces[:num_exact])
+    num_last = num_tokens - lease.prompt.num_tokens + len(lease.prompt.segments[-1].token_ids)
+    is_worth_it = always_loads or pays_for_query_pass(tree, found, exact_tokens, num_last, options)
+    return found if is_worth_it else []
 
 
 def place(

@@ -61,7 +61,7 @@ def plan_admission(reuse: Reuse, lease: Lease, num_tokens: int) -> AdmissionPlan
     matched = prepared_path(tree, lease) if is_in_document else tree.match(lease.pieces[: lease.most_exact])
     bytes_per_token = tree.options.bytes_per_token
     end = plan_reuse(matched, num_tokens, tree.profile, bytes_per_token, always_loads=reuse.always_loads)
-    placements = plan_for(tree, lease, end, reuse.anywhere, always_loads=reuse.always_loads)
+    placements = plan_for(tree, lease, end, num_tokens, reuse.anywhere, always_loads=reuse.always_loads)
     return AdmissionPlan(matched, matched[:end], placements)
 
 

@@ -23,6 +23,7 @@ CopyOf = Callable[[Piece, Sequence[bytes]], Node | None]
 """Chooses the copy of a chunk to place, given the contents of the chunks before it in the prompt."""
 _LARGEST_RATIO, _LARGEST_ALPHA = 0.6, 4.0
 """Above these, computing everything is as fast."""
+_QUERY_SELECTORS = ("question", "question_mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class AnywhereOptions:
     def ranks_kept_tokens(self) -> bool:
         """Whether the selector ranks a copy's tokens by attention that was measured when the copy was computed."""
         return self.selector in ("context", "received")
+
+    @property
+    def looks_from_question(self) -> bool:
+        """Whether a query pass chooses what to recompute (`recompute`)."""
+        return self.selector in _QUERY_SELECTORS or self.focus_window > 0
 
     def share(self, reusability: "Reusability") -> float:
         """Return the share of a chunk's tokens to recompute if the question attends to it, in [0, 1]."""
@@ -150,6 +156,22 @@ def _can_be_ranked(node: Node, options: AnywhereOptions) -> bool:
 def is_worth_loading(tree: KnowledgeTree, placement: Placement, options: AnywhereOptions) -> bool:
     """Whether loading a copy is faster than computing what it saves."""
     return load_seconds(tree, placement) < saved_seconds(placement, options)
+
+
+def pays_for_query_pass(
+    tree: KnowledgeTree, placements: Sequence[Placement], num_exact: int, num_last: int, options: AnywhereOptions
+) -> bool:
+    """Whether placements save more than the query pass costs that they make necessary; true where there is none.
+
+    Args:
+        num_exact: tokens of the exact prefix.
+        num_last: tokens behind the last chunk: the question, and the answer so far.
+    """
+    if not options.looks_from_question or not any(0 < options.share(one.reusability) < 1 for one in placements):
+        return True
+    saved = sum(saved_seconds(one, options) - load_seconds(tree, one) for one in placements)
+    num_before = num_exact + sum(one.node.num_tokens for one in placements)
+    return saved > tree.profile.prefill_seconds(num_before, num_last)
 
 
 def load_seconds(tree: KnowledgeTree, placement: Placement) -> float:

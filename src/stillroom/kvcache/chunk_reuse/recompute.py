@@ -19,8 +19,6 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Reusability
 from stillroom.kvcache.chunk_reuse.selection import SelectorInput, in_proportion, select
 from stillroom.kvcache.tree.chunk_scores import num_to_recompute
 
-_QUERY_SELECTORS = ("question", "question_mean")
-
 
 @dataclass(frozen=True, slots=True)
 class PlacedChunk:
@@ -57,7 +55,7 @@ class SelectiveRecompute:
         is_choice = 0 < sum(self._budgets) < len(self._placed)
         self.needs_deviation_pass = is_choice and options.selector == "deviation"
         """Whether the deviation pass is not complete."""
-        self._uses_query_pass = is_choice and (options.selector in _QUERY_SELECTORS or options.focus_window > 0)
+        self._uses_query_pass = is_choice and options.looks_from_question
         self._attention: NDArray[np.float32] | None = None
         self._choose_if_known()
 
