@@ -96,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "vaultgemma": ("VaultGemma", {"head_dim": 16, **WINDOW}, True),
 }
 """The architecture, its settings, and whether its KV may be reused at other positions."""
-IN_SHORT = 4
+IN_SHORT = 2
 """So many of the first cases run in `make test`, the others in `make test-all`."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -164,7 +164,9 @@ def test_half_precision_without_experts_is_as_close_to_float32_as_in_transformer
     compare_half_precision(checkpoint, dtype, tmp_path)
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] if one == "other-calls" else []) for one in REFUSED]
+)
 def test_what_cannot_be_computed_by_slots_is_refused_by_name(tmp_path: Path, name: str) -> None:
     kind, settings, reason = REFUSED[name]
     random_checkpoint(tmp_path, kind, **settings)

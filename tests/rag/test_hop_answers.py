@@ -82,6 +82,13 @@ def test_second_hop_finds_what_one_search_does_not(reader: Stillroom) -> None:
     assert record["question"] == TWO_FACTS
 
 
+def test_answer_of_an_earlier_hop_is_kept_if_the_last_one_has_none(reader: Stillroom) -> None:
+    """One search finds both documents; what is left of the question then has no answer."""
+    answer = reader.ask(TWO_FACTS, AskOptions(hops=2))
+    assert answer.text == reader.ask(TWO_FACTS).text and "Mara Visser leads The Lamps" in answer.text
+    assert len(answer.hops) == 2 and answer.hops[1].question != TWO_FACTS
+
+
 def test_one_hop_is_a_question_without_hops(reader: Stillroom) -> None:
     plain, one = (reader.ask(TWO_FACTS, AskOptions(hops=hops)) for hops in (None, 1))
     assert (one.text, one.sources, one.hops) == (plain.text, plain.sources, ())

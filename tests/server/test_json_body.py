@@ -87,7 +87,7 @@ def test_large_bodies_are_parsed_in_a_thread_with_the_same_result(any_client: ht
         (ChatCompletionRequest, {"messages": [{"role": "user", "content": [1] * 10_000}]}),
         (CompletionRequest, {"prompt": [{}] * 10_000}),
         (CompletionRequest, {"prompt": "a", "stop": [1] * 10_000}),
-        (EmbeddingRequest, {"input": [1] * 10_000}),
+        (EmbeddingRequest, {"input": [{}] * 10_000}),
         (DocumentsRequest, {"documents": [{"titel": ""}] * 10_000}),
     ],
 )

@@ -93,19 +93,38 @@ class HopSearch:
             EngineError: a request failed, was cancelled or came too late.
             UsageError: a prompt does not fit the model.
         """
-        asked, done = self.asked, list[Hop]()
+        asked, done, sure = self.asked, list[Hop](), list[str]()
         found: Sequence[ScoredChunk] = ()
-        for hop, so_far in hops(self.request_id, asked.question, most, search, self.read):
+
+        def read(question: str, found: Sequence[ScoredChunk]) -> Reading:
+            reading = self.read(question, found)
+            if reading.is_sure:
+                sure.append(question)
+            return reading
+
+        for hop, so_far in hops(self.request_id, asked.question, most, search, read):
             found = so_far
             done.append(hop)
             count(hop)
             if asked.options.on_hop is not None:
                 asked.options.on_hop(hop)
         ended_at = self.clock.monotonic()
-        last = replace(asked, question=done[-1].question) if self.backend.quotes else asked
+        last = replace(asked, question=self._last_question(done, found, sure)) if self.backend.quotes else asked
         report = SpeculationReport(SpeculationOutcome.OFF)
         attempt = self.request(found, last, self.request_id)
         return CompletedSearch(SearchResult(tuple(found)), ended_at, attempt, report, tuple(done))
+
+    def _last_question(self, done: Sequence[Hop], found: Sequence[ScoredChunk], sure: Sequence[str]) -> str:
+        """Return the question that a reader answers from all documents: that of the last hop, unless it has no answer
+        and an earlier one had.
+
+        Args:
+            sure: questions of the hops whose reading had an answer.
+        """
+        last = done[-1].question
+        if not sure or sure[-1] == last or (done[-1].answer is None and self.read(last, found).is_sure):
+            return last
+        return sure[-1]
 
     def read(self, question: str, found: Sequence[ScoredChunk]) -> Reading:
         """Read all chunks found so far. Raises as `find`.
@@ -129,7 +148,7 @@ class HopSearch:
             return Reading(next_question_of(answer.text))
         if best is not None:
             found = best.text[slice(*best.highlight)]
-            return Reading(follow_up(question, best.text, found), found)
+            return Reading(follow_up(question, best.text, found), found, not says_nothing(answer.text))
         found_text = short_answer(answer)
         return Reading(found_text and f"{self.asked.question}\n{found_text}", found_text)
 

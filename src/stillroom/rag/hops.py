@@ -54,6 +54,8 @@ class Reading:
     answer: str | None = None
     """The answer so far; of a reader its best words, however sure it is. None if the model was asked for the next
     question only, or if there is no answer."""
+    is_sure: bool = True
+    """Whether the answer so far may be given; False where a reader's is below its threshold."""
     is_full: bool = False
     """Whether the prompt had no room for all documents, so that it has none for more."""
     num_prompt_tokens: int = 0

@@ -227,7 +227,7 @@ def test_searches_and_writes_can_run_between_stages(open_kb: OpenKb, docs: Path)
     next(results)
 
     def write() -> None:
-        (docs / "new.txt").write_text("bread", encoding="utf-8")
+        (docs / "new.txt").write_text("bread bread bread bread", encoding="utf-8")
         kb.add([docs])
         kb.search("bread", mode="dense")
 
@@ -237,4 +237,4 @@ def test_searches_and_writes_can_run_between_stages(open_kb: OpenKb, docs: Path)
     assert not writer.is_alive(), "a paused search blocks no other thread"
     rest = list(results)
     assert len(rest) == 1 and found(rest[0]) == found(kb.search("bread", mode="dense"))
-    assert rest[0].results[0].chunk.text == "bread"
+    assert rest[0].results[0].chunk.text == "bread bread bread bread"
