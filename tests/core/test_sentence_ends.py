@@ -23,6 +23,15 @@ from stillroom.core.sentences import sentence_at, sentences
         ("The first line\ngoes on. Next.", ["The first line\ngoes on.", "Next."]),
         ("", []),
         (" \n ", []),
+        (
+            "Resturlaub verf\u00e4llt am 31. M\u00e4rz des Jahres. Das gilt seit dem 2. Quartal. It was 12. Many left.",
+            [
+                "Resturlaub verf\u00e4llt am 31. M\u00e4rz des Jahres.",
+                "Das gilt seit dem 2. Quartal.",
+                "It was 12.",
+                "Many left.",
+            ],
+        ),
     ],
 )
 def test_sentences_end_where_a_reader_stops(text: str, expected: list[str]) -> None:

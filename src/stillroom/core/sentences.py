@@ -34,6 +34,11 @@ _ABBREVIATED = """
 _ABBREVIATIONS = frozenset(_ABBREVIATED.split())
 _BEFORE_NUMBERS = frozenset(["no", "nos", "nr", "fig", "figs", "eq", "eqs", "sec", "ch", "vol", "p", "pp", "min"])
 """Abbreviations only before a number: "No. 5", and not "No. It is not." """
+_GERMAN_MONTH = re.compile(
+    r"\s+(?:Januar|Februar|M\u00e4rz|April|Mai|Juni|Juli|August|September|Oktober|November|Dezember)\b"
+)
+_BEFORE_GERMAN_ORDINAL = re.compile(r"\b(?:am|beim|das|dem|den|der|des|im|ins|vom|zum|zur)\s+\Z")
+"""Before a number with a point that counts, as in "am 3. Tag"."""
 _CAN_START = re.compile(
     r"[\"'(\[\u201c\u2018*_`]*[^\W_a-z]|[\"'(\[\u201c\u2018*_]*`|[\"'(\[\u201c\u2018*_]*[a-z]+[_A-Z(]"
 )
@@ -117,6 +122,10 @@ def _is_end(text: str, start: int, match: re.Match[str], end: int) -> bool:
     last = word.group().strip("\"'([*_`").lower() if word else ""
     is_initial = len(last) == 1 and last.isalpha() and last != "i"
     is_number_of_item = last.isdigit() and text[start : match.start()].strip() == last
+    if last.isdigit() and len(last) <= 2 and word:
+        is_ordinal = _BEFORE_GERMAN_ORDINAL.search(text, start, word.start()) or _GERMAN_MONTH.match(text, match.end())
+        if is_ordinal:
+            return False
     is_unit = last in _BEFORE_NUMBERS and not rest[0].isdigit()
     return is_unit or not (last in _ABBREVIATIONS or is_initial or is_number_of_item)
 
