@@ -11,7 +11,7 @@ from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 pytestmark = pytest.mark.microworld
 
@@ -71,6 +71,24 @@ def test_timeline_and_prompt_parts_are_shown(page: "Page", real_url: str) -> Non
     assert kept[-1] == ["computed", "always computed"]
     assert "people.md" in parts.nth(1).inner_text()
     assert page.title() == "Request \u2013 Stillroom"
+
+
+@pytest.mark.browser
+def test_searches_of_a_question_in_several_hops_are_listed(page: "Page", real_url: str) -> None:
+    hops = [
+        {"question": "Who?", "sources": [{}], "answer": "Dola"},
+        {"question": "Where?", "sources": [], "answer": None},
+    ]
+
+    def with_hops(route: "Route") -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json=response.json() | {"hops": hops})
+
+    page.route("**/v1/requests/req-*", with_hops)
+    page.goto(f"{real_url}/#requests")
+    page.click("#requests .rows tbody tr:first-child a")
+    page.wait_for_selector("#request .hops")
+    assert page.locator(".hops li").all_inner_texts() == ["Who? 1 new passage; so far: Dola", "Where? 0 new passages"]
 
 
 @pytest.mark.browser

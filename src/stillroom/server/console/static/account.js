@@ -37,10 +37,26 @@ export const phaseBar = (timing, classes) =>
     classes,
   );
 
-/** "Where the time went" and "Where the prompt came from". */
+/** "Where the time went", what was searched for in several hops, and "Where the prompt came from". */
 export function account(answer) {
   const { timing, reuse, sources } = answer;
-  return [timeline(answer), reuse.segments?.length ? origins(reuse, sources) : plainOrigins(reuse, timing)];
+  const from = reuse.segments?.length ? origins(reuse, sources) : plainOrigins(reuse, timing);
+  return [timeline(answer), searches(answer.hops), from];
+}
+
+/** The searches of a question with several hops, in order; null for one search. */
+function searches(hops) {
+  if (!hops?.length) return null;
+  const rows = hops.map(({ question, sources, answer }) => {
+    const found = count(sources.length, "new passage") + (answer ? `; so far: ${answer}` : "");
+    return el("li", {}, question, " ", el("small", { text: found }));
+  });
+  return el(
+    "section",
+    { class: "account" },
+    el("h3", { text: "What was searched for" }),
+    el("ol", { class: "hops" }, ...rows),
+  );
 }
 
 const MEANINGS = {
@@ -51,13 +67,13 @@ const MEANINGS = {
   decode: "writing the answer",
 };
 
-function timeline({ timing, speculation, num_generated_tokens: generated }) {
+function timeline({ timing, speculation, hops, num_generated_tokens: generated }) {
   const rows = phases(timing).map(({ kind, name, seconds }) =>
     el(
       "div",
       {},
       el("dt", {}, el("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), name),
-      el("dd", {}, el("b", { text: duration(seconds) }), el("small", { text: MEANINGS[kind] })),
+      el("dd", {}, el("b", { text: duration(seconds) }), el("small", { text: kind === "search" && hops?.length ? "finding passages, and reading between searches" : MEANINGS[kind] })),
     ),
   );
   const per = timing.tpot_seconds ? `, then ${duration(timing.tpot_seconds)} per token` : "";

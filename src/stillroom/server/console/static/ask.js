@@ -173,6 +173,7 @@ class AnswerView {
   take(event) {
     const { turn } = this;
     const ours = event.stillroom;
+    if (ours?.hop) byId("ask-status").textContent = `Searched for: ${ours.hop.question}`;
     if (ours?.sources) {
       turn.sources = ours.sources;
       showSources(turn);
@@ -182,8 +183,8 @@ class AnswerView {
     const choice = event.choices[0];
     if (choice?.delta.content) this.write(choice.delta.content);
     if (ours?.timing) {
-      const { request_id, timing, reuse, speculation } = ours;
-      turn.costs = { request_id, timing, reuse, speculation };
+      const { request_id, timing, reuse, speculation, hops } = ours;
+      turn.costs = { request_id, timing, reuse, speculation, hops };
       turn.ending = choice?.finish_reason;
     }
     if (event.usage && turn.costs) turn.costs.num_generated_tokens = event.usage.completion_tokens;

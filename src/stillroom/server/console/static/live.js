@@ -62,6 +62,10 @@ async function read() {
   }
   const reading = parse(text);
   reading.at = performance.now() / 1000;
+  const before = readings.at(-1);
+  if (before && before.stillroom_documents !== reading.stillroom_documents) {
+    document.dispatchEvent(new Event("stillroom:documents"));
+  }
   readings = [...readings.filter((one) => reading.at - one.at <= KEPT_SECONDS), reading];
   byId("live-error").hidden = true;
   if (!byId("view-live").hidden) show();
