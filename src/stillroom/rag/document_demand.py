@@ -1,4 +1,4 @@
-"""Counts how often searches return each document, in fixed memory (a Count-Min sketch, llmds 3.4)."""
+"""Counts how often searches return each document, in fixed memory (a Count-Min sketch, llmds 2.4)."""
 
 import threading
 from collections.abc import Iterable

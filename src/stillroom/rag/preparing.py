@@ -1,6 +1,6 @@
 """Prepares a knowledge base's documents: computes their KV before a question asks for it, most valuable first.
 
-A document's value is how often searches returned it (a Count-Min sketch, llmds 3.4); of equal ones the newest is first.
+A document's value is how often searches returned it (a Count-Min sketch, llmds 2.4); of equal ones the newest is first.
 RAGCache (3.2) measures that 3 % of the documents take 60 % of the requests.
 """
 
