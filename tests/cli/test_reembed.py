@@ -63,6 +63,28 @@ def test_command_changes_the_embedder(run: Run, kb: Path, model: Path) -> None:
     assert "there is no model folder" in run("reembed", "--model", "./none", "--kb", kb).err
 
 
+def test_unusable_models_are_refused_before_a_change_is_recorded(
+    run: Run, kb: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, cross = tmp_path / "decoder", tmp_path / "cross"
+    for folder, kind in ((decoder, "LlamaForCausalLM"), (cross, "BertForSequenceClassification")):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"architectures": [kind], "hidden_size": D}))
+    damaged = Path(shutil.copytree(model, tmp_path / "damaged"))
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+    cases = {
+        decoder: "is a LlamaForCausalLM, not an embedding model",
+        cross: "is a BertForSequenceClassification, not an embedding model",
+        damaged: "cannot be loaded",
+    }
+    for folder, message in cases.items():
+        found = run("reembed", "--model", folder, "--kb", kb)
+        assert found.code and message in found.err and "internal error" not in found.err
+        assert str(folder) not in run("verify", "--kb", kb).out, "no change was begun"
+    monkeypatch.setenv("STILLROOM_EMBEDDER__MODEL", str(decoder))
+    assert "is a LlamaForCausalLM" in run("add", "docs", "--kb", "new").err
+
+
 def test_interrupted_command_says_what_is_kept(
     run: Run, kb: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,27 @@ def test_prompts_of_a_model_are_used(folder: Path) -> None:
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [75, 200])
+def test_model_may_read_any_number_of_tokens(folder: Path, length: int) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    path = folder / "sentence_bert_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"max_seq_length": length}))
+    try:
+        encoder = SentenceTransformersEncoder(ModelFiles(str(folder)), "cpu")
+        oracle = SentenceTransformer(str(folder), device="cpu")
+    finally:
+        path.write_text(before)
+    in_last_block = ["the vault " * 300, "the vault " * (length // 2 - 3), "a key " * (length // 2)]
+    texts = [*TEXTS, *in_last_block]
+    expected = oracle.encode_query(texts, batch_size=1, normalize_embeddings=True)
+    np.testing.assert_allclose(encoded(encoder, texts), expected, atol=1e-6)
+    together = encoded(encoder, in_last_block)
+    alone = [encoded(encoder, [text])[0] for text in in_last_block]
+    assert np.array_equal(together, alone), "a vector does not depend on its batch"
+
+
 def test_damaged_weights_are_refused(folder: Path) -> None:
     (folder / "config_sentence_transformers.json").unlink()
     weights = folder / "model.safetensors"

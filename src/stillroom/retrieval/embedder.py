@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from stillroom.config.settings import EmbedderConfig
 from stillroom.core.panics import panics_as_errors
-from stillroom.errors import UsageError
+from stillroom.errors import UnsupportedModelError, UsageError
 from stillroom.retrieval.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -61,7 +61,23 @@ class Embedder:
 
     @cached_property
     def _files(self) -> ModelFiles:
-        return ModelFiles(self._config.model)
+        files = ModelFiles(self._config.model)
+        files.check_embeds()
+        return files
+
+    def check(self) -> None:
+        """Load the model and embed a text, so that a model that cannot be used is refused before work depends on it.
+
+        Raises:
+            ModelNotFoundError: The model is missing or cannot be loaded.
+            UnsupportedModelError: It is no embedding model, or gives vectors of another length than its files state.
+        """
+        length = len(self.embed_documents(["length"])[0])
+        if length != self.dimension:
+            raise UnsupportedModelError(
+                f"{self._config.model} gives vectors of {length} dimensions, but its files state {self.dimension}; "
+                "check that the folder is a complete sentence-transformers model"
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:

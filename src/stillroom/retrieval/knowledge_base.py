@@ -434,7 +434,7 @@ class KnowledgeBase:
 
         Raises:
             KnowledgeBaseBusyError: Another process does the same.
-            ModelNotFoundError: The model is missing.
+            ModelError: The model is missing, cannot be loaded, or is no embedding model.
             ConfigError: The index of the knowledge base does not fit the model's dimension.
             StorageError: The disk is full; searches go on, and the next call continues.
             ChangeCancelledError: `stop` was cancelled.

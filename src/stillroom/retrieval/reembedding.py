@@ -133,7 +133,7 @@ class Reembedding:
 
         Raises:
             KnowledgeBaseBusyError: Another process does the same.
-            ModelNotFoundError: The model is missing.
+            ModelError: The model is missing, cannot be loaded, or is no embedding model. Nothing is recorded.
             ConfigError: The index of the knowledge base does not fit the model's dimension.
             StorageError: The disk is full; the active set is unchanged, and the next run continues.
             ChangeCancelledError: `stop` was cancelled; the next run continues.
@@ -143,6 +143,7 @@ class Reembedding:
         with self._alone():
             is_changed = fingerprint != active.fingerprint
             if is_changed:
+                self._embedder.check()  # before the change is recorded
                 self._clean_up()
                 dimension = self._embedder.dimension
                 record = self._sets.begin(active, model, fingerprint, dimension)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from stillroom.core.clock import Clock
 from stillroom.core.panics import panics_as_errors
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from stillroom.retrieval.model_files import ModelFiles, locate_model
+from stillroom.retrieval.model_files import OUTPUT_HEADS, ModelFiles, locate_model
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder
@@ -29,7 +29,6 @@ _SLICE = 32
 _CHARS_PER_TOKEN = 32
 """Characters read of a text for each token that the model reads; no text of words has as many."""
 _INSTEAD = "use one such as cross-encoder/ms-marco-MiniLM-L6-v2"
-_HEADS = ("ForSequenceClassification", "ForCausalLM")
 
 
 class _Weights:
@@ -140,9 +139,10 @@ def load_cross_encoder(model: str) -> "CrossEncoder":
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} has no config.json; set search.reranker to the folder of a cross-encoder")
     files = ModelFiles(str(folder))
-    kind = str((files.config.get("architectures") or ["model of no stated architecture"])[0])
-    if files.library_class != "CrossEncoder" and not kind.endswith(_HEADS):  # an output layer of random weights follows
-        raise UnsupportedModelError(f"search.reranker = {model!r} is a {kind}, not a cross-encoder; {_INSTEAD}")
+    if files.library_class != "CrossEncoder" and not files.architecture.endswith(OUTPUT_HEADS):
+        raise UnsupportedModelError(  # sentence-transformers would add an output layer of random weights
+            f"search.reranker = {model!r} is a {files.architecture}, not a cross-encoder; {_INSTEAD}"
+        )
     import torch
     from safetensors import SafetensorError
 

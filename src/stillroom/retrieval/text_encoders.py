@@ -112,6 +112,7 @@ class SentenceTransformersEncoder:
             from sentence_transformers import SentenceTransformer
 
             self._model = SentenceTransformer(str(files.folder), device=device)
+        self._model[0].register_forward_pre_hook(self._pad_to_blocks)
         with torch.inference_mode():
             self.encode(["warm up"], "document")  # changes the tokenizer's settings; afterwards threads only read them
 
@@ -124,16 +125,25 @@ class SentenceTransformersEncoder:
             normalize_embeddings=True,
             convert_to_numpy=True,
             prompt=self._prompts.get(kind),
-            **self._padding(),
         )
         return np.asarray(found, dtype=np.float32)
 
-    def _padding(self) -> dict[str, Any]:
-        """Return arguments that pad a batch to whole token blocks (sentence-transformers 6 and later).
+    def _pad_to_blocks(self, _: object, inputs: tuple[Any, ...]) -> None:
+        """Pad the tokens of a batch to whole token blocks, at most to the length that the model reads.
 
         Then a text has the same vector, bit by bit, in every batch of texts with as many blocks and with any number of
         threads: matrix products of whole tiles add in the same order. Documents may be added together or one by one.
+        (The tokenizer's own `pad_to_multiple_of` refuses models whose length is no multiple.)
         """
-        if not hasattr(self._model[0], "processing_kwargs"):
-            return {}
-        return {"processing_kwargs": {"text": {"pad_to_multiple_of": TOKEN_BLOCK}}}
+        features = inputs[0]
+        mask = features.get("attention_mask")
+        if mask is None or mask.ndim != 2:
+            return
+        length = mask.shape[1]
+        tokenizer = self._model.tokenizer
+        missing = min(-length % TOKEN_BLOCK, max(0, (self._model.max_seq_length or length) - length))
+        sides = (missing, 0) if tokenizer.padding_side == "left" else (0, missing)
+        padding = {"input_ids": tokenizer.pad_token_id or 0, "attention_mask": 0, "token_type_ids": 0}
+        features |= {
+            name: F.pad(features[name], sides, value=value) for name, value in padding.items() if name in features
+        }

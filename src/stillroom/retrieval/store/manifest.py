@@ -18,7 +18,7 @@ from stillroom.errors import (
     IncompatibleKnowledgeBaseError,
     KnowledgeBaseError,
     KnowledgeBaseNotFoundError,
-    ModelNotFoundError,
+    ModelError,
 )
 from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.embedder import Embedder
@@ -130,7 +130,7 @@ class Manifest:
         try:
             if Embedder(asked).fingerprint == self.fingerprint:
                 return asked.model
-        except ModelNotFoundError:
+        except ModelError:
             pass
         return self.model
 
@@ -143,7 +143,8 @@ def _ignored_settings(section: str, made: Any, asked: Any) -> Iterator[str]:
 
 
 def new_manifest(config: StillroomConfig, embedder: Embedder) -> Manifest:
-    """Make the manifest of a new knowledge base. Raises ModelNotFoundError if the embedder is missing."""
+    """Make the manifest of a new knowledge base. Raises ModelError if the embedder is missing or no
+    embedding model."""
     folder = Path(config.embedder.model).expanduser()
     model = str(folder.absolute()) if folder.is_dir() else config.embedder.model
     return Manifest(model, embedder.fingerprint, embedder.dimension, config.chunker, config.index)
