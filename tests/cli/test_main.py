@@ -231,7 +231,7 @@ def test_a_note_begins_on_a_new_line() -> None:
     both, pipe = subprocess.STDOUT, subprocess.PIPE
     shown = subprocess.run([sys.executable, "-c", code], stdout=pipe, stderr=both, text=True, check=True).stdout
     _, half, first, second = shown.splitlines()
-    assert (half, first.endswith(" x: first"), second) == ("half a line", True, "second")
+    assert (half, first, second) == ("half a line", "warning: first", "second")
     apart = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert apart.stdout.endswith("\nhalf a line") and not apart.stderr.startswith("\n")
 

@@ -97,10 +97,19 @@ def test_interrupted_command_says_what_is_kept(
     assert found.code == main.INTERRUPTED and "What was embedded so far is kept" in found.err
     shown = run("verify", "--kb", kb)
     assert shown.code == 0 and f"2 of 2 chunks are embedded with {model}" in shown.out
+    with monkeypatch.context() as patched:
+        patched.setattr(VectorSets, "switch", interrupted)
+        patched.setattr(VectorSets, "discard_next", interrupted)
+        found = run("reembed", "--model", PACKAGED_MODEL, "--kb", kb)
+    warning = f"the unfinished change to the embedder {model} is discarded, with the vectors of 2 chunks"
+    assert f"warning: {warning}\n" in found.err
     assert run("reembed", "--model", model, "--kb", kb, "--json").json["num_embedded"] == 0
 
 
-def test_server_changes_to_the_configured_embedder_while_it_answers(run: Run, kb: Path, model: Path) -> None:
+def test_server_changes_to_the_configured_embedder_while_it_answers(
+    run: Run, kb: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "stillroom.retrieval.reembedding")
     config = StillroomConfig(embedder=EmbedderConfig(model=str(model)))
     with (
         Stillroom.open(kb, config=config) as stillroom,
@@ -118,6 +127,11 @@ def test_server_changes_to_the_configured_embedder_while_it_answers(run: Run, kb
         assert thread is not None
         thread.join()
         assert used() == (D, model.name)
+        assert caplog.messages[1:] == [
+            f"changing the embedder from {PACKAGED_MODEL} to {model}",
+            "changing the embedder: 0 of 2 chunks are embedded",
+            f"searches use the embedder {model} now (2 chunks)",
+        ]
         with Stillroom.open(kb) as other:  # as the command in another process
             other.reembed(PACKAGED_MODEL)
         assert used() == (384, PACKAGED_MODEL)

@@ -95,17 +95,20 @@ def test_server_announces_readiness_and_stops_on_a_signal(number: signal.Signals
         assert process.stdout.read() == ""
 
 
-def test_log_of_a_server_says_what_is_prepared() -> None:
-    preparing = PROGRAM.replace(
+def test_log_of_a_server_tells_of_its_own_work() -> None:
+    working = PROGRAM.replace(
         'print("knowledge base closed", file=sys.stderr, flush=True)',
-        'import logging; logging.getLogger("stillroom.rag.preparing").info("prepared 3 chunks")',
+        "import logging; from stillroom.retrieval import reembedding; reembedding.logger.info('changing'); "
+        'logging.getLogger("stillroom.rag.preparing").info("prepared 3 chunks")',
     )
-    with launched("--port", "0", program=preparing) as process:
+    with launched("--port", "0", program=working) as process:
         assert process.stderr
         lines = [process.stderr.readline() for _ in range(3)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0 and lines[2].startswith("Stillroom listens on ")
-        assert " INFO stillroom.rag.preparing: prepared 3 chunks\n" in process.stderr.read()
+        log = process.stderr.read()
+        assert " INFO stillroom.rag.preparing: prepared 3 chunks\n" in log
+        assert " INFO stillroom.retrieval.reembedding: changing\n" in log
 
 
 def test_a_second_signal_ends_the_grace_period() -> None:

@@ -214,7 +214,9 @@ def _terminate(*_: object) -> None:
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code. Changes no process state except logging."""
     as_json = "--json" in _before_dashes(args)
-    configure_logging("DEBUG" if _is_debugging() else "WARNING", as_json=as_json, before=console.begin_note)
+    is_dated = _is_debugging() or args[:1] == ["serve"]
+    level = "DEBUG" if _is_debugging() else "WARNING"
+    configure_logging(level, as_json=as_json, is_dated=is_dated, before=console.begin_note)
     try:
         command = typer.main.get_command(build_app(args[0] if args else ""))
         code: int | None = command.main(args=list(args), prog_name="stillroom", standalone_mode=False)

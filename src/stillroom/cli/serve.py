@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from stillroom.server.auth.guard import AccessConfig
     from stillroom.server.loading import Loading
 
+_BACKGROUND_WORK = ("stillroom.rag.preparing", "stillroom.retrieval.reembedding")
+"""Loggers whose records tell how far the server's own work is; shown without --quiet."""
+
 HELP = help_text(
     "Serve a knowledge base over HTTP, with OpenAI's routes.",
     "The server accepts connections at once; until the model is loaded, /readyz returns 503 and the loading step. "
@@ -122,7 +125,8 @@ def serve(  # noqa: PLR0913  one parameter per flag
         if settings.server.access_log:
             logging.getLogger("stillroom.server.access").setLevel(logging.INFO)
         if not quiet:
-            logging.getLogger("stillroom.rag.preparing").setLevel(logging.INFO)
+            for name in _BACKGROUND_WORK:
+                logging.getLogger(name).setLevel(logging.INFO)
         server.run(lambda loading: served.load(access, loading), announce, settings.server)
         if server.is_loading:
             notify("stopped while loading")

@@ -143,13 +143,16 @@ class Reembedding:
         with self._alone():
             is_changed = fingerprint != active.fingerprint
             if is_changed:
+                logger.info("changing the embedder from %s to %s", active.model, model)
                 self._embedder.check()  # before the change is recorded
                 self._clean_up()
+                self._warn_of_discarded(fingerprint)
                 dimension = self._embedder.dimension
                 record = self._sets.begin(active, model, fingerprint, dimension)
                 self._num_done = self._sets.num_done()
                 self._switch_to(record, _Steps(on_progress, stop, on_switch, num_together))
             else:
+                self._warn_of_discarded(fingerprint)
                 self._sets.discard_next()
                 dimension = active.dimension
             with contextlib.suppress(KnowledgeBaseBusyError):  # the next writer does it
@@ -207,6 +210,16 @@ class Reembedding:
         except KnowledgeBaseBusyError:  # the other writer does it
             if self._sets.record("old") is not None:
                 raise
+
+    def _warn_of_discarded(self, fingerprint: str) -> None:
+        """Log an unfinished change to another model than that with `fingerprint`, whose vectors are deleted next."""
+        begun = self._sets.record("next")
+        if begun is not None and begun.fingerprint != fingerprint:
+            logger.warning(
+                "the unfinished change to the embedder %s is discarded, with the vectors of %d chunks",
+                begun.model,
+                self._sets.num_done(),
+            )
 
     def _stored_name(self) -> str:
         folder = Path(self._config.embedder.model).expanduser()

@@ -36,20 +36,25 @@ _ESCAPED = {code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 
 
 def configure_logging(
-    level: str | int = "WARNING", *, as_json: bool = False, before: Callable[[], None] = lambda: None
+    level: str | int = "WARNING",
+    *,
+    as_json: bool = False,
+    is_dated: bool = True,
+    before: Callable[[], None] = lambda: None,
 ) -> None:
     """Send the records of this process to stderr. A further call replaces the earlier configuration.
 
     Args:
         level: lowest level of Stillroom's records; that of libraries is at least WARNING, unless this is DEBUG.
         as_json: one JSON object per line, with the stack trace of an exception; text shows its last frame only.
+        is_dated: whether text has time and logger; without them, for a command that ends soon: `warning: message`.
         before: called before each record is written.
     """
     number = logging.getLevelName(level.upper()) if isinstance(level, str) else level
     if not isinstance(number, int):
         raise ValueError(f"{level!r} is not a logging level")
     handler = _StderrHandler(before)
-    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
+    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter(is_dated))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, _StderrHandler)]:
         root.removeHandler(old)
@@ -84,10 +89,15 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z WARNING stillroom.engine: message`."""
+    """`2026-01-31T12:00:00.000Z WARNING stillroom.engine: message`, or `warning: message`."""
+
+    def __init__(self, is_dated: bool) -> None:
+        super().__init__()
+        self._is_dated = is_dated
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        dated = f"{_time(record)} {record.levelname} {record.name}"
+        line = f"{dated if self._is_dated else record.levelname.lower()}: {record.getMessage()}"
         if record.exc_info and record.exc_info[1] is not None:
             line += f" [{_last_frame(record.exc_info[1])}]"
         return line.replace("\n", "\\n").translate(_ESCAPED)
