@@ -36,13 +36,14 @@ def test_folder_walk_is_sorted_and_skips_hidden_and_unknown_files(tmp_path: Path
         ".hidden.md",
         "~$report.docx",
         ".git/d.md",
+        "LICENSE-APACHE",
         "README",
         "sub/page.HTML",
         "old.doc",
     )
     fill(tmp_path, dict.fromkeys((*names, "sub/app.min.js", "node_modules/x/readme.md"), "text"))
     seen = discover([tmp_path])
-    assert found(tmp_path) == ["README", "a.txt", "b.md", "old.doc", "sub/c.rst", "sub/page.HTML"]
+    assert found(tmp_path) == ["LICENSE-APACHE", "README", "a.txt", "b.md", "old.doc", "sub/c.rst", "sub/page.HTML"]
     assert seen.folders == (tmp_path,)
     assert (seen.skipped.num_hidden, seen.skipped.num_ignored, seen.skipped.num_other) == (3, 1, 2)
     assert len(seen.skipped.others) == 2 and all(path.is_relative_to(tmp_path) for path in seen.skipped.others)

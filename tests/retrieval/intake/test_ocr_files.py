@@ -7,6 +7,7 @@ import sys
 import zlib
 from io import BytesIO
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from PIL import Image
@@ -125,9 +126,25 @@ def sized(data: bytes, width: int, height: int) -> bytes:
 def test_huge_or_damaged_picture_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(DocumentError, match=r"a picture of 20,000 x 20,000 pixels; at most 100,000,000"):
         parsed("a.png", sized(png(9, 9), 20_000, 20_000), ocr="on")
-    for data in (b"", b"GIF89a", png(9, 9)[:40]):
+    for data in (b"", b"GIF89a\x09\x00\x09\x00", png(9, 9)[:40]):
         with pytest.raises(DocumentError, match="a.png: damaged"):
             parsed("a.png", data, ocr="on")
+
+
+def test_truncated_picture_says_what_to_do() -> None:
+    whole = BytesIO()
+    Image.effect_noise((64, 64), 50).save(whole, "JPEG")
+    for name, data in (("a.jpg", whole.getvalue()[:-400]), ("a.png", png(900, 900)[:-30])):
+        with pytest.raises(DocumentError, match="a damaged or truncated picture .*; copy it again"):
+            parsed(name, data, ocr="on")
+
+
+@pytest.mark.parametrize("ocr", ["on", "off"])
+def test_text_named_as_a_picture_is_read_as_text(ocr: Literal["on", "off"]) -> None:
+    for text in ("Keys\n\nRotate the \u00e9t\u00e9 keys.", "\ufeffRotate them."):
+        for encoding in ("utf-8", "utf-16"):
+            found = parsed("a.png", text.encode(encoding), ocr=ocr)
+            assert "Rotate" in found.paragraphs[-1].text and "num_ocr_pages" not in found.metadata
 
 
 _WORKER = """

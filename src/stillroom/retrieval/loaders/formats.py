@@ -16,6 +16,8 @@ _CODE = """
     .lisp .el .scm .sh .bash .zsh .fish .ps1 .bat .sql .proto .graphql .css .scss .less .cmake .tf .yaml .yml .toml .ini
     .cfg"""
 _TEXT_NAMES = "readme license licence copying notice authors contributors changelog changes install todo"
+_LICENSES = ("license-", "licence-")
+"""Beginnings of the names of texts, such as `LICENSE-MIT` and `LICENSE-APACHE-2.0`."""
 _CODE_NAMES = "makefile dockerfile containerfile jenkinsfile rakefile gemfile justfile"
 _GENERATED_CODE = (".min.js", ".min.css", ".bundle.js", "_pb2.py", "_pb2.pyi")
 
@@ -80,7 +82,8 @@ def format_of(path: Path) -> Format | None:
     name = path.name.lower()
     if name.endswith(_GENERATED_CODE):
         return None
-    return _FORMATS.get(path.suffix.lower()) or _NAMES.get(name)
+    found = _FORMATS.get(path.suffix.lower()) or _NAMES.get(name)
+    return found or (PLAIN if name.startswith(_LICENSES) else None)
 
 
 def is_jsonl(path: Path) -> bool:

@@ -65,6 +65,10 @@ def _pictures(file: File) -> Iterator[NDArray[np.uint8]]:
         raise DocumentError(
             f"{file.path}: damaged, or not a picture of these formats: {', '.join(_FORMATS)}"
         ) from error
+    except (OSError, SyntaxError) as error:  # the library raises SyntaxError for damaged PNG files
+        raise DocumentError(
+            f"{file.path}: a damaged or truncated picture ({error}); copy it again, or save it anew from a viewer"
+        ) from error
 
 
 def _pixels(image: "Image", file: File) -> NDArray[np.uint8]:

@@ -9,9 +9,9 @@ from stillroom.core.document import Document
 from stillroom.core.metadata import clean_text
 from stillroom.core.panics import panics_as_errors
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.formats import PLAIN, UNSUPPORTED, format_of, is_jsonl
+from stillroom.retrieval.loaders.formats import PLAIN, UNSUPPORTED, format_of, is_image, is_jsonl
 from stillroom.retrieval.loaders.jsonl import parse_jsonl, parse_record
-from stillroom.retrieval.loaders.source import File, read_file, text_of, within_limits
+from stillroom.retrieval.loaders.source import File, is_text, read_file, text_of, within_limits
 
 _DEFAULT = DocumentsConfig()
 
@@ -64,7 +64,7 @@ def _texts(document: Document) -> Iterator[str]:
 
 def parse(file: File) -> Document:
     """Parse a file other than JSONL. Raises as `load`."""
-    kind = format_of(file.path)
+    kind = None if is_image(file.path) and is_text(file.data) else format_of(file.path)
     advice = UNSUPPORTED.get(file.path.suffix.lower())
     if advice is not None:
         raise DocumentError(f"{file.path}: Stillroom does not read this format; {advice}")

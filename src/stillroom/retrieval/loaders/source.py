@@ -35,6 +35,7 @@ _LATIN_1 = frozenset({"iso-8859-1", "iso8859-1", "latin-1", "latin1", "us-ascii"
 _NO_CHARSETS = frozenset({"idna", "punycode", "unicode-escape", "raw-unicode-escape", "utf-7", "undefined"})
 """Python codecs that are not encodings of files."""
 _UTF_8 = frozenset({"utf-8", "utf8"})
+_CONTROLS = re.compile(r"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
 _BEYOND_ASCII = bytes(range(128, 256))
 _SAMPLE = 1 << 16
 """Bytes from which an encoding is guessed."""
@@ -146,6 +147,17 @@ def text_of(file: File, *, strict: bool = False) -> str:
     """Return the text of a text file; see `decode`."""
     check_text(file.path, len(file.data), file.config)
     return decode(file.data, str(file.path), strict=strict)
+
+
+def is_text(data: bytes) -> bool:
+    """Return whether a file is text whatever its name says: UTF-8, or Unicode with a byte order mark, without the
+    control characters of binary data. An empty file is none."""
+    try:
+        text = _with_mark(data, "")
+        text = data.decode() if text is None else text
+    except (UnicodeDecodeError, DocumentError):
+        return False
+    return bool(text) and not _CONTROLS.search(text)
 
 
 def decode(data: bytes, name: str, *, strict: bool = False) -> str:
