@@ -16,7 +16,7 @@ from stillroom.config.settings import SearchConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from stillroom.retrieval.model_files import PACKAGED_MODEL
-from stillroom.retrieval.reranker import Reranker, by_score, is_settled
+from stillroom.retrieval.reranker import Reranker, by_score, is_settled, load_cross_encoder
 from tests.fakes import ManualClock, random_cross_encoder
 from tests.retrieval.conftest import MODES, MakeFile, OpenKb
 
@@ -161,6 +161,23 @@ def test_candidates_after_the_budget_follow_in_fused_order(open_kb: OpenKb, mode
     assert found.num_reranked == 4
     assert {scored.chunk.chunk_id for scored in found.results[:4]} == {scored.chunk.chunk_id for scored in fused[:4]}
     assert found.results[4:] == fused[4:]
+
+
+def test_rerank_seconds_do_not_count_the_loading(
+    open_kb: OpenKb, model: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb = open_kb(settings(model))
+    kb.add([keys])
+    clock = ManualClock()
+    kb._active.current().search._clock = clock
+
+    def load_slowly(name: str) -> Any:
+        clock.advance(20.0)
+        return load_cross_encoder(name)
+
+    monkeypatch.setattr("stillroom.retrieval.reranker.load_cross_encoder", load_slowly)
+    found = kb.search(QUERY)
+    assert clock.monotonic() >= 20.0 and (found.num_reranked, found.rerank_seconds) == (11, 0.0)
 
 
 # Errors

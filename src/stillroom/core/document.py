@@ -96,7 +96,7 @@ class SearchResult:
     search_seconds: float = 0.0
     """Time in indexes, fusion and fetching text."""
     rerank_seconds: float = 0.0
-    """Time of the reranker; 0 without one."""
+    """Time of the reranker, without loading it; 0 without one."""
     num_reranked: int = 0
     """Candidates that the reranker read."""
 

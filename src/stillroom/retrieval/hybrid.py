@@ -251,6 +251,7 @@ class HybridSearch:
             found: the fused ranking and its scores.
             fused: the result of the search without the reranker.
         """
+        reranker.load()  # not counted, as in the budget
         began = self._clock.monotonic()
         config = self._config
         candidates = self._fetch(*found, max(config.rerank_candidates, top_k))

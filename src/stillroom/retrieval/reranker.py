@@ -69,7 +69,7 @@ class Reranker:
             UnsupportedModelError: the model is no cross-encoder with one score.
             ModelError: the model computes NaN.
         """
-        model = self._load()
+        model = self.load()
         began = self._clock.monotonic()
         if not self._weights.running.acquire(timeout=budget_s or -1):
             return []
@@ -119,7 +119,8 @@ class Reranker:
                     yield finished.pop(num_yielded)
                     num_yielded += 1
 
-    def _load(self) -> "CrossEncoder":
+    def load(self) -> "CrossEncoder":
+        """Return the model, loaded with the first call. Raises as `load_cross_encoder`."""
         with self._weights.loading:
             if self._weights.model is None:
                 from stillroom.ops.thread_pools import run_in_short_lived_thread
