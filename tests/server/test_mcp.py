@@ -5,6 +5,7 @@ import io
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from stillroom.server import mcp as server_module
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import Tenants
 from stillroom.server.mcp import mcp_server
+from tests.server.fakes import FakeStillroom, as_stillroom, until
+from tests.server.harness import QUESTION as ASKED
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, PEOPLE, QUESTION, write_knowledge
 from tests.server.test_keys import add, bearer
@@ -198,6 +201,43 @@ def test_over_http_a_key_sees_its_tenants_documents_only(stillroom: Stillroom, t
         assert num_resources == 0 and nothing.is_error and "the knowledge base is empty" in nothing.content[0].text
         assert httpx2.post(f"{url}/mcp", json={}).status_code == 401
         assert httpx2.post(f"{url}/mcp", json={}, headers=bearer(own)).status_code == 400
+
+
+PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [({"requests_per_minute": 2}, "rate_limit_exceeded"), ({"max_concurrent": 2}, "concurrency_limit_exceeded")],
+)
+def test_messages_over_http_count_for_the_limits_of_their_caller(settings: dict[str, int], code: str) -> None:
+    fake = FakeStillroom(config=StillroomConfig(server=ServerConfig(mcp=True, **settings)))
+    accept = {"accept": "application/json, text/event-stream"}
+    with (
+        serving(as_stillroom(fake)) as url,
+        httpx2.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        fake.gate.clear()
+        running = [
+            pool.submit(client.post, "/v1/chat/completions", json=ASKED)
+            for _ in range(2 if "max_concurrent" in settings else 1)
+        ]
+        until(lambda: len(fake.asked) == len(running))
+        replies = [client.post("/mcp", json=PING, headers=accept) for _ in range(3 - len(running))]
+        fake.gate.set()
+        assert [one.result().status_code for one in running] == [200] * len(running)
+    assert [one.status_code for one in replies] == [200] * (len(replies) - 1) + [429]
+    assert replies[-1].json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize("accept", ["text/event-stream", "*/*", "application/json"])
+@pytest.mark.parametrize("method", ["GET", "DELETE", "HEAD"])
+def test_server_opens_no_stream_of_its_own(method: str, accept: str) -> None:
+    fake = FakeStillroom(config=StillroomConfig(server=ServerConfig(mcp=True)))
+    with serving(as_stillroom(fake)) as url:
+        reply = httpx2.request(method, f"{url}/mcp", headers={"accept": accept}, timeout=60)
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
 
 
 def test_server_without_the_setting_has_no_route(tmp_path: Path) -> None:

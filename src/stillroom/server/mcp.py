@@ -248,7 +248,8 @@ def mcp_route() -> Route:
             async with manager.run():
                 await manager.handle_request(scope, receive, send)
 
-    return Route("/mcp", Endpoint(), include_in_schema=False)
+    # by the protocol, a server without streams of its own answers GET with 405
+    return Route("/mcp", Endpoint(), methods=["POST"], include_in_schema=False)
 
 
 @contextlib.contextmanager

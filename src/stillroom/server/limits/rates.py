@@ -29,7 +29,7 @@ UPLOADS = ("/v1/documents",)
 """Paths whose bodies may have `server.max_upload_bytes`."""
 GENERATING = ("/v1/chat/completions", "/v1/responses", "/v1/completions")
 """Paths whose requests take an admission slot."""
-LIMITED = ("/v1/", "/v2/", "/tokenize", "/detokenize")
+LIMITED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/mcp")
 """Beginnings of paths to which changes and computations are sent; they count for a caller's limits."""
 BACKGROUND_WORK = "outlasting"
 """Key in the ASGI scope's state: a future that counts as running for its caller after the request has ended."""
