@@ -162,7 +162,7 @@ def test_log_probabilities_have_openais_form(client: httpx.Client) -> None:
         ({"type": "text"}, None),
         ({"type": "json_object"}, {"type": "object"}),
         ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}, {"type": "integer"}),
-        ({"type": "json_schema", "json_schema": {"name": "anything"}}, {}),
+        ({"type": "json_schema", "json_schema": {"name": "anything", "schema": {}}}, {}),
     ],
 )
 def test_response_formats(
@@ -171,6 +171,33 @@ def test_response_formats(
     client.post("/v1/chat/completions", json=QUESTION | {"response_format": response_format})
 
     assert stillroom.asked[0][1].json_schema == schema
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "n"}},
+        {"type": "json_schema", "schema": {"type": "integer"}},
+        {"type": "json_object", "schema": {"type": "integer"}},
+        {"type": "text", "json_schema": {"schema": {"type": "integer"}}},
+        {"json_schema": {"schema": {"type": "integer"}}},
+    ],
+)
+def test_missing_and_misplaced_schemas_are_refused(client: httpx.Client, response_format: dict[str, Any]) -> None:
+    for path, question in (("/v1/chat/completions", QUESTION), ("/v1/completions", {"prompt": "a"})):
+        response = client.post(path, json=question | {"response_format": response_format})
+        assert response.status_code == 400
+        assert "belongs in json_schema.schema" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["any", 5, True, ["auto"]])
+def test_unknown_tool_choices_are_refused(client: httpx.Client, choice: object) -> None:
+    for path, question in (("/v1/chat/completions", QUESTION), ("/v1/responses", {"input": "a"})):
+        response = client.post(path, json=question | {"tool_choice": choice})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "tool_choice" and '"auto", "none", "required"' in error["message"]
 
 
 def test_top_logprobs_needs_logprobs(client: httpx.Client) -> None:

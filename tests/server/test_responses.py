@@ -218,3 +218,17 @@ def test_annotations_point_into_the_documents(tmp_path: Path) -> None:
     ]
     last = events[-1]
     assert last.type == "response.completed" and text_part(last.response) == found
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
+        {"type": "json_schema", "name": "n"},
+        {"type": "json_object", "schema": {"type": "integer"}},
+    ],
+)
+def test_missing_and_misplaced_schemas_are_refused(any_client: httpx.Client, form: dict[str, Any]) -> None:
+    response = any_client.post("/v1/responses", json={"input": "a", "text": {"format": form}})
+    assert response.status_code == 400
+    assert "belongs beside the type" in response.json()["error"]["message"]

@@ -178,20 +178,48 @@ class ChatExtension(SearchOptions):
     """Overrides `server.source_events`."""
 
 
+def _is_tool_choice(value: object) -> object:
+    if value is None or isinstance(value, dict) or value in ("auto", "none", "required"):
+        return value
+    raise ValueError('must be "auto", "none", "required", or an object that names a tool')
+
+
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(
+        _is_tool_choice, json_schema_input_type=Literal["auto", "none", "required"] | dict[str, Any] | None
+    ),
+]
+
+
 class JsonSchema(Body):
     name: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
     """An empty schema allows any JSON."""
 
 
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
+    """Of the type `json_schema`, which needs it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_schema_in_place(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            inner = given.get("json_schema")
+            is_there = isinstance(inner, JsonSchema) or (isinstance(inner, dict) and "schema" in inner)
+            is_elsewhere = given.get("schema") is not None
+            if is_elsewhere or (is_there if given.get("type") != "json_schema" else not is_there):
+                raise ValueError(
+                    'a schema belongs in json_schema.schema: {"type": "json_schema", "json_schema": {"schema": {...}}}'
+                )
+        return given
 
     @property
     def schema_to_enforce(self) -> dict[str, Any] | None:
-        if self.type == "json_schema":
-            return (self.json_schema or JsonSchema()).schema_
+        if self.json_schema is not None:
+            return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
@@ -275,7 +303,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[Any] | None = None
     """Called by models whose chat template knows tools, in a chat without a search. Otherwise read and ignored, like
     `functions`, with a warning in the reply; front ends send them with every question."""
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     """`auto`, `none`, `required`, or a tool by name. That a tool must be called is refused where none are called."""
     functions: list[Any] | None = None
     function_call: Any = None

@@ -19,6 +19,7 @@ from stillroom.server.schemas.requests import (
     MaxTokens,
     ResponseFormat,
     SamplingRequest,
+    ToolChoice,
 )
 
 MAX_METADATA = 16
@@ -69,7 +70,16 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
-    """Of `json_schema`; an empty schema allows any JSON."""
+    """Of the type `json_schema`, which needs it; an empty schema allows any JSON."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_schema_in_place(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            is_there, is_elsewhere = given.get("schema") is not None, given.get("json_schema") is not None
+            if is_elsewhere or is_there != (given.get("type") == "json_schema"):
+                raise ValueError('a schema belongs beside the type: {"type": "json_schema", "schema": {...}}')
+        return given
 
     def as_response_format(self) -> ResponseFormat:
         schema = JsonSchema.model_validate({"name": self.name, "schema": self.schema_})
@@ -119,7 +129,7 @@ class ResponsesRequest(SamplingRequest):
     prompt: NotStored = None
     tools: list[Any] | None = None
     """Read and ignored, with a warning in the reply."""
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     """That a tool must be called is refused."""
     top_logprobs: Literal[0] | None = None
     include: list[str] | None = None
