@@ -78,7 +78,7 @@ def test_last_assistant_message_is_continued(
     [
         (PREFILLED | {"add_generation_prompt": True}, "continue_final_message to true"),
         (PREFILLED | {"continue_final_message": False}, "end with a user message"),
-        (PREFILLED | {"response_format": {"type": "json_object"}}, "json_schema"),
+        (PREFILLED | {"response_format": {"type": "json_object"}}, "response_format: a JSON schema is of"),
         (
             {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
             "must have role 'assistant'",

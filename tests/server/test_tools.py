@@ -54,6 +54,15 @@ WEATHER: Any = {
 }
 CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 ASKED: Any = [{"role": "user", "content": "Will it rain in Bern?"}]
+CALLED: Any = {
+    "role": "assistant",
+    "content": "I ask.",
+    "tool_calls": [{"type": "function", "id": "1", "function": {"name": "clock", "arguments": "{}"}}],
+}
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
 
 
 def hf_tokenizer(style: str) -> Any:
@@ -203,14 +212,32 @@ def test_result_of_a_call_goes_back_to_the_model(client: OpenAI) -> None:
     assert first.usage and again.usage and again.usage.prompt_tokens > first.usage.prompt_tokens
 
 
+def test_result_of_a_call_with_text_before_it_goes_back_to_the_model(client: OpenAI) -> None:
+    said: Any = [*ASKED, CALLED, {"role": "tool", "tool_call_id": "1", "content": "Nine."}]
+    found = client.chat.completions.create(model="stillroom-chat", messages=said, tools=[CLOCK], tool_choice="required")
+    assert found.choices[0].message.tool_calls
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"tools": [{"type": "function"}]}, "tools: each must be"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not in tools"),
         ({"tools": [], "tool_choice": "required"}, "no tools are called here"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools are called in a chat"),
-        ({"tools": [{"type": "function", "function": {"name": "a<e>"}}]}, "must not hold '<e>'"),
+        (
+            {"tools": [WEATHER], "response_format": {"type": "json_object"}},
+            "response_format cannot be combined with tools",
+        ),
+        ({"tools": [tool("a", description="<e>")]}, "must not hold '<e>'"),
+        ({"tools": [tool("a", parameters=[])]}, "the parameters of 'a' must be"),
+        ({"tools": [tool("a", parameters={"type": "string"})]}, "the parameters of 'a' must be"),
+        ({"tools": [tool("a"), tool("b"), tool("b")]}, "tools: 2 have the name 'b'"),
+        ({"tools": [tool("a b")]}, "the name 'a b' must have"),
+        ({"tools": [tool("a" * 65)]}, "must have 1 to 64 letters"),
+        ({"tools": [CLOCK, tool("a", parameters={"type": "object", "properties": {"b": {"type": "x"}}})]}, "of 'a': "),
+        ({"messages": [*ASKED, CALLED, {"role": "tool", "tool_call_id": "2", "content": "x"}]}, "has the id '2'"),
+        ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}, *ASKED, CALLED]}, "has the id '1'"),
+        ({"tools": [WEATHER], "messages": [*ASKED, {"role": "assistant", "content": "It"}]}, "would be continued"),
         (
             {"messages": [*ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}, *ASKED]},
             "a tool call must be",

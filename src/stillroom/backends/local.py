@@ -16,7 +16,15 @@ from stillroom.backends.document_windows import DocumentWindows
 from stillroom.backends.engine_building import build_engine, load_configured
 from stillroom.backends.prompt_builder import PromptBuilder, ask_for_citations, format_for, raw_tokens
 from stillroom.backends.thread_control import BeforeLoading, ThreadControl
-from stillroom.backends.tool_chat import CallFormat, ToolChat, call_format, call_grammar, call_schema, tool_prompt
+from stillroom.backends.tool_chat import (
+    NO_PARAMETERS,
+    CallFormat,
+    ToolChat,
+    call_format,
+    call_grammar,
+    call_schema,
+    tool_prompt,
+)
 from stillroom.config.settings import PrepareConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -146,10 +154,22 @@ class LocalBackend:
         if not chat.tools:
             return self._prepared(tool_prompt(self.tokenizer, chat), None, 0)
         form = replace(form, is_demanded=chat.is_call_demanded)
-        rule = self.constraints.lark_rule(call_schema(form, chat.tools))
-        constraint = self.constraints.compile_lark(call_grammar(self.tokenizer, form, rule))
+        constraint = self._call_constraint(form, chat.tools)
         prompt = tool_prompt(self.tokenizer, chat, form.opening if form.is_demanded else "")
         return replace(self._prepared(prompt, None, 0), constraint=constraint, call_format=form)
+
+    def _call_constraint(self, form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> TokenConstraint:
+        """Return the constraint to text and calls. Raises UsageError: a schema cannot be enforced; names its tool."""
+        try:
+            rule = self.constraints.lark_rule(call_schema(form, tools))
+            return self.constraints.compile_lark(call_grammar(self.tokenizer, form, rule))
+        except UsageError:
+            for function in (tool["function"] for tool in tools):
+                try:
+                    self.constraints.compile(function.get("parameters") or NO_PARAMETERS)
+                except UsageError as error:
+                    raise UsageError(f"tools: the parameters of {function['name']!r}: {error}") from None
+            raise
 
     def prepare_raw(self, prompt: str | Sequence[int], schema: Mapping[str, Any] | None = None) -> PreparedPrompt:
         ids = raw_tokens(self.tokenizer, prompt) if isinstance(prompt, str) else _integers(prompt)

@@ -88,15 +88,18 @@ def read_messages(messages: Sequence[ChatMessage]) -> Conversation:
     )
 
 
-def read_question(messages: Sequence[ChatMessage]) -> Conversation:
+def read_question(messages: Sequence[ChatMessage], field: str = "messages") -> Conversation:
     """Split messages as `read_messages` does.
+
+    Args:
+        field: of the request, that holds them.
 
     Raises:
         UsageError: they hold no question.
     """
     conversation = read_messages(messages)
     if not conversation.question.strip():
-        raise UsageError("messages hold no question; the last message of the role 'user' is the question")
+        raise UsageError(f"{field}: there is no question; the last message of the role 'user' is the question")
     return conversation
 
 
@@ -123,7 +126,14 @@ def ask_options(
             "tool_choice: no tools are called here; leave it out, or set it to 'auto' or 'none'. A model whose chat "
             "template knows tools calls them in a chat without a search"
         )
+    if tool_chat is not None:
+        conversation = _without_continuation(body, conversation)
     check_continuation(body, conversation)
+    if conversation.answer_start and body.response_format is not None and body.response_format.schema_to_enforce:
+        raise UsageError(
+            "response_format: a JSON schema is of a whole answer, and the last message has role 'assistant', so it "
+            "would be continued; end with a user message, or leave response_format out"
+        )
     extension = body.stillroom or ChatExtension()
     return replace(
         generation_options(body),
@@ -139,6 +149,20 @@ def ask_options(
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+
+
+def _without_continuation(body: ChatCompletionRequest, conversation: Conversation) -> Conversation:
+    """Return a conversation with tools without what stands before a call, which is in the messages of the tool chat.
+
+    Raises:
+        UsageError: the last message would be continued.
+    """
+    if conversation.answer_start and body.messages[-1].role == "assistant":
+        raise UsageError(
+            "messages: the last one has role 'assistant', so it would be continued, which cannot be combined with "
+            "tools or their calls; end with a user message or a result, or leave the tools out"
+        )
+    return replace(conversation, answer_start="")
 
 
 def conversation_options(conversation: Conversation) -> AskOptions:

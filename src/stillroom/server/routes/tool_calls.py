@@ -1,6 +1,8 @@
 """Tools of a chat request: messages and tools for the model, and calls in replies and streams."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from stillroom.server.schemas.replies import (
 )
 from stillroom.server.schemas.requests import ChatCompletionRequest, ChatMessage
 
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 
@@ -32,7 +35,9 @@ def tool_chat_of(body: ChatCompletionRequest) -> ToolChat:
     Raises:
         UsageError: a tool, a call or `tool_choice` has another form than OpenAI's.
     """
-    tools = tuple(_tool(one) for one in body.tools or ())
+    if body.response_format is not None and body.response_format.schema_to_enforce is not None:
+        raise UsageError("response_format cannot be combined with tools or their calls; leave one of them out")
+    tools = _tools(body.tools or ())
     choice = body.tool_choice
     if isinstance(choice, dict):
         name = _named(choice)
@@ -43,20 +48,47 @@ def tool_chat_of(body: ChatCompletionRequest) -> ToolChat:
         tools = ()
     elif choice == "required" and not tools:
         raise UsageError("tool_choice: 'required' needs tools; send some")
+    _check_results(body.messages)
     messages = tuple(_message(one) for one in body.messages)
     return ToolChat(messages, tools, is_call_demanded=bool(tools) and body.needs_tool_call)
 
 
+def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    tools = tuple(_tool(one) for one in given)
+    name, number = Counter(tool["function"]["name"] for tool in tools).most_common(1)[0] if tools else ("", 0)
+    if number > 1:
+        raise UsageError(f"tools: {number} have the name {name!r}; give each its own")
+    return tools
+
+
 def _tool(given: Any) -> Mapping[str, Any]:
     function = given.get("function") if isinstance(given, dict) else None
-    parameters = function.get("parameters") if isinstance(function, dict) else None
-    is_known = isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"]
-    if not is_known or not isinstance(parameters or {}, dict):
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
         raise UsageError(f"tools: each must be {_FORM}")
-    assert isinstance(function, dict)
+    if not _TOOL_NAME.fullmatch(name):
+        raise UsageError(f"tools: the name {name[:80]!r} must have 1 to 64 letters, digits, '_' or '-'")
+    parameters = function.get("parameters")
+    if parameters is None or parameters == {}:
+        parameters = NO_PARAMETERS
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise UsageError(f'tools: the parameters of {name!r} must be a JSON schema with "type": "object"')
     about = function.get("description")
-    shown = {"name": function["name"], "description": about if isinstance(about, str) else ""}
-    return {"type": "function", "function": {**shown, "parameters": parameters or NO_PARAMETERS}}
+    shown = {"name": name, "description": about if isinstance(about, str) else ""}
+    return {"type": "function", "function": {**shown, "parameters": {"type": "object", **parameters}}}
+
+
+def _check_results(messages: Sequence[ChatMessage]) -> None:
+    """Raises UsageError: a result is of no call before it."""
+    known: set[str] = set()
+    for message in messages:
+        known.update(str(one.get("id", "")) for one in message.tool_calls or () if isinstance(one, dict))
+        called = message.tool_call_id or ""
+        if message.role == "tool" and called not in known:
+            raise UsageError(
+                f"messages: no call before the result has the id {called[:60]!r}; send the assistant message with the "
+                "call too, and its id as tool_call_id"
+            )
 
 
 def _named(choice: Mapping[str, Any]) -> Any:
