@@ -72,6 +72,7 @@ def test_json_other_than_an_object_is_400(any_client: httpx.Client, content: byt
     response = any_client.post("/v1/search", content=content, headers=JSON)
 
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
+    assert response.json()["error"]["message"].startswith("the body must be a JSON object")
 
 
 def test_large_bodies_are_parsed_in_a_thread_with_the_same_result(any_client: httpx.Client) -> None:

@@ -120,10 +120,17 @@ def test_resource_is_the_text_of_a_document(stillroom: Stillroom) -> None:
 
     use(server, of_nothing)
 
+    async def of_no_cursor(client: Client) -> None:
+        with pytest.raises(MCPError, match="there is no cursor 'zzz'"):
+            await client.list_resources(cursor="zzz")
+
+    use(server, of_no_cursor)
+
 
 def test_errors_reach_the_model_with_their_remedy(stillroom: Stillroom) -> None:
     assert "the question is empty" in refused(stillroom, "ask", question=" ")
     assert "nothing.md" in refused(stillroom, "read_document", document="nothing.md")
+    assert refused(stillroom, "read_document", document="p") == "there is no document 'p'; list_documents has the names"
     assert "filter" in refused(stillroom, "search", query="keys", where="year >=")
     assert "line" in refused(stillroom, "read_document", document="people.md", start_line=999)
 
@@ -210,7 +217,7 @@ PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
     ("settings", "code"),
     [({"requests_per_minute": 2}, "rate_limit_exceeded"), ({"max_concurrent": 2}, "concurrency_limit_exceeded")],
 )
-def test_messages_over_http_count_for_the_limits_of_their_caller(settings: dict[str, int], code: str) -> None:
+def test_messages_over_http_count_for_the_limits_of_their_caller(settings: dict[str, Any], code: str) -> None:
     fake = FakeStillroom(config=StillroomConfig(server=ServerConfig(mcp=True, **settings)))
     accept = {"accept": "application/json, text/event-stream"}
     with (

@@ -63,7 +63,7 @@ def test_documents_are_texts_or_objects_and_returned_on_request(client: httpx.Cl
         ({"top_n": 0}, "top_n"),
         ({"top_n": "2"}, "top_n"),
         ({"return_documents": "yes"}, "return_documents"),
-        ({"rank_fields": ["title"]}, None),
+        ({"rank_fields": ["title"]}, "rank_fields"),
     ],
 )
 def test_invalid_request_is_400_and_names_the_field(
@@ -73,6 +73,13 @@ def test_invalid_request_is_400_and_names_the_field(
     assert response.status_code == 400
     found = response.json()["error"]["param"]
     assert found is None if param is None else found.startswith(param)
+
+
+def test_document_without_text_is_explained(client: httpx.Client) -> None:
+    error = client.post("/v1/rerank", json=BODY | {"documents": ["x", {"title": "x"}]}).json()["error"]
+    assert error["message"] == 'documents.1: must be a text, or an object with a text: {"text": "..."}'
+    error = client.post("/v1/rerank", json=BODY | {"rank_fields": ["title", "text"]}).json()["error"]
+    assert error["message"].startswith('rank_fields: can only be ["text"]')
 
 
 def test_unknown_model_is_404_and_names_the_reranker(client: httpx.Client) -> None:

@@ -232,3 +232,10 @@ def test_missing_and_misplaced_schemas_are_refused(any_client: httpx.Client, for
     response = any_client.post("/v1/responses", json={"input": "a", "text": {"format": form}})
     assert response.status_code == 400
     assert "belongs beside the type" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", ["", " ", [{"role": "assistant", "content": "a"}]])
+def test_input_without_a_question_is_named(any_client: httpx.Client, given: object) -> None:
+    response = any_client.post("/v1/responses", json={"input": given})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("input: there is no question")

@@ -198,6 +198,7 @@ class _Api:
         """Answer from the documents, in the form of OpenAI's Responses API. Nothing is stored."""
         stillroom = stillroom_of(request)
         asked = body.as_chat()
+        read_question(asked.messages, "input")
         streams = await unless_left((await self._asking(stillroom, asked))(), request)
         if streams is None:
             return left()

@@ -25,6 +25,9 @@ STREAM_ERROR_STATUS = "failed_with"
 RETRY_LATER = {"retry-after": "5"}
 """Headers of a 503 reply: seconds until the client should try again."""
 
+_NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
+"""Types of pydantic's errors about a value that should be an object."""
+
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
 """Every method that any route has."""
 
@@ -102,7 +105,9 @@ def _invalid_request(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
     place = first["loc"]  # begins with the part of the request; a field may have its name, as `query` has
     param = ".".join(map(str, place[1:] if place[:1] in (("body",), ("query",), ("path",)) else place))
-    message = first["msg"].removeprefix("Value error, ")
+    message = "must be a JSON object" if first["type"] in _NO_OBJECT else first["msg"].removeprefix("Value error, ")
+    if not param and first["type"] in (*_NO_OBJECT, "missing"):
+        message = "the body must be a JSON object; send the fields of the route in one"
     body = error_body(
         f"{param}: {message}" if param else message, INVALID_REQUEST, code="invalid_value", param=param or None
     )

@@ -15,7 +15,9 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError, UnexpectedToolError
 from mcp.server.transport_security import TransportSecuritySettings
+from mcp.shared.exceptions import MCPError
 from mcp.types import (
+    INVALID_PARAMS,
     CallToolResult,
     InputRequiredResult,
     ListResourcesResult,
@@ -46,6 +48,11 @@ MAX_LISTED = 1000
 MAX_TOP_K = 100
 MAX_RESOURCES = 100
 """Most documents in one reply to `resources/list`; its cursor leads to the next ones."""
+
+_CURSOR = "after:"
+"""Beginning of each cursor; the name of a document follows."""
+_MIN_PART = 3
+"""Fewest characters of a wrong name that may be any part of a document's name."""
 
 _INSTRUCTIONS = (
     "Documents of this organisation. Use `search` to find passages, `ask` for a short answer with citations, and "
@@ -203,11 +210,15 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
     async def list_resources(
         context: ServerRequestContext[Any, Any], params: PaginatedRequestParams | None
     ) -> ListResourcesResult:
-        after = (params and params.cursor) or ""
+        cursor = (params and params.cursor) or _CURSOR
+        if not cursor.startswith(_CURSOR):
+            message = f"there is no cursor {cursor[:60]!r}; send the nextCursor of the page before, or none"
+            raise MCPError(INVALID_PARAMS, message)
+        after = cursor.removeprefix(_CURSOR)
         infos = await asyncio.to_thread(find(context.request).public_documents, after, MAX_RESOURCES + 1)
         shown = [_listed(info) for info in infos[:MAX_RESOURCES]]
-        cursor = shown[-1].document if len(infos) > MAX_RESOURCES else None
-        return ListResourcesResult(resources=[_resource(one) for one in shown], next_cursor=cursor)
+        following = f"{_CURSOR}{shown[-1].document}" if len(infos) > MAX_RESOURCES else None
+        return ListResourcesResult(resources=[_resource(one) for one in shown], next_cursor=following)
 
     # the SDK's own handler lists resources that are known when the server is made, and has no pages
     server._lowlevel_server.add_request_handler("resources/list", PaginatedRequestParams, list_resources)
@@ -338,6 +349,8 @@ def _content(stillroom: "Stillroom", name: str) -> DocumentContent:
         return stillroom.document_content(name)
     except UnknownDocumentError:
         found = stillroom.documents_like(name)
+        if len(name) < _MIN_PART:  # too many names hold so short a part
+            found = [one for one in found if public_id(one).rpartition("/")[2].partition(".")[0] == name]
         if len(found) == 1:
             return stillroom.document_content(found[0])
         which = "; it may be " + ", ".join(map(public_id, found[:5])) if found else ""

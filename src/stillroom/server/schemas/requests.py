@@ -335,23 +335,34 @@ class RerankText(Body):
     text: str
 
 
+def _has_text(value: object) -> object:
+    if not isinstance(value, str | RerankText) and not (isinstance(value, dict) and isinstance(value.get("text"), str)):
+        raise ValueError('must be a text, or an object with a text: {"text": "..."}')
+    return value
+
+
+def _is_text_field(names: list[str]) -> list[str]:
+    if names not in ([], ["text"]):
+        raise ValueError('can only be ["text"]; put all that is to be ranked into the text of each document')
+    return names
+
+
+RerankDocument = Annotated[str | RerankText, BeforeValidator(_has_text, json_schema_input_type=str | RerankText)]
+
+
 class RerankRequest(Body):
     """As Cohere's (v1 and v2) and Jina's clients send it."""
 
     query: str
-    documents: Annotated[list[str | RerankText], Field(min_length=1, max_length=MAX_RERANKED, fail_fast=True)]
+    documents: Annotated[list[RerankDocument], Field(min_length=1, max_length=MAX_RERANKED, fail_fast=True)]
     model: str | None = None
     top_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Results in the reply, the best ones; null: all."""
     return_documents: bool | None = None
-    rank_fields: Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    rank_fields: (
+        Annotated[list[str], Field(max_length=MAX_PARTS, fail_fast=True), AfterValidator(_is_text_field)] | None
+    ) = None
     """Cohere's v1. Only `text` is read."""
-
-    @model_validator(mode="after")
-    def _ranks_by_text(self) -> Self:
-        if self.rank_fields not in (None, [], ["text"]):
-            raise ValueError("rank_fields is not supported; put what is to be ranked into each document's text")
-        return self
 
     @property
     def texts(self) -> list[str]:
