@@ -93,7 +93,11 @@ def test_documents_are_listed_in_pages_and_read_by_lines(stillroom: Stillroom, m
     assert "Jatha Jurlow later moved to Wunwick." in whole["text"] and not (whole["next_line"] or whole["is_cut"])
     part = call(stillroom, "read_document", document=names[1], start_line=9, end_line=9)
     assert part["text"] == "The birthplace of Cirik Prurs was Tunstead. As a student Cirik Prurs chose chemistry."
-    monkeypatch.setattr(server_module, "MAX_TEXT", 120)
+    headed = call(stillroom, "read_document", document=names[1], start_line=6, end_line=9)
+    assert headed["text"] == f"## Cirik Prurs\n\n{part['text']}"
+    headings = [line for line in whole["text"].splitlines() if line.startswith("#")]
+    assert headings == ["## Dola Kenric", "## Cirik Prurs", "## Jatha Jurlow"] and whole["title"] == "People"
+    monkeypatch.setattr(server_module, "MAX_TEXT", 140)
     pieces: list[str] = []
     at = 0
     while not pieces or at:

@@ -26,6 +26,23 @@ class Span(NamedTuple):
 ALL = Span()
 
 
+def new_headings(path: tuple[str, ...], before: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """Return the headings that begin between two paragraphs.
+
+    Args:
+        path: headings above the second paragraph, outermost first.
+        before: headings above the first paragraph.
+
+    Returns:
+        The level of the first new heading, from 0, and the new headings.
+    """
+    if path == before:
+        return 0, ()
+    shared = next((at for at, pair in enumerate(zip(path, before, strict=False)) if pair[0] != pair[1]), None)
+    first = min(len(path), len(before)) if shared is None else shared
+    return first, path[first:]
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentContent:
     """Text of a document, as its loader reads it."""

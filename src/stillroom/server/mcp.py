@@ -7,7 +7,7 @@ this module: the protocol's SDK is an optional dependency.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import quote
 
@@ -31,7 +31,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from stillroom import __version__
-from stillroom.core.document_content import DocumentContent
+from stillroom.core.document import Paragraph
+from stillroom.core.document_content import DocumentContent, new_headings
 from stillroom.core.ids import public_id
 from stillroom.errors import StillroomError, UnknownDocumentError
 from stillroom.rag.answer import Answer, AskOptions, Citation, Support
@@ -51,6 +52,8 @@ MAX_RESOURCES = 100
 
 _CURSOR = "after:"
 """Beginning of each cursor; the name of a document follows."""
+_MAX_HEADING = 6
+"""Deepest level of headings in Markdown."""
 _MIN_PART = 3
 """Fewest characters of a wrong name that may be any part of a document's name."""
 
@@ -205,7 +208,7 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
             content = await asyncio.to_thread(_content, of(context), document)
         except StillroomError as error:
             raise ResourceNotFoundError(str(error)) from error
-        return "\n\n".join(paragraph.text for paragraph in content.paragraphs)
+        return "\n\n".join(_texts(content, content.paragraphs, 0))
 
     async def list_resources(
         context: ServerRequestContext[Any, Any], params: PaginatedRequestParams | None
@@ -364,13 +367,13 @@ def _read(content: DocumentContent, lines: tuple[int, int], page: int) -> ReadRe
     texts: list[str] = []
     end_line = next_line = 0
     room, is_cut = MAX_TEXT, False
-    for paragraph in paragraphs:
-        is_cut = is_cut or len(paragraph.text) > room
+    for paragraph, text in zip(paragraphs, _texts(content, paragraphs, first), strict=True):
+        is_cut = is_cut or len(text) > room
         if is_cut and texts:
-            next_line = paragraph.start_line
+            next_line = min(end_line + 1, paragraph.start_line)  # its headings stand before it
             break
-        texts.append(paragraph.text[:room])
-        room -= len(paragraph.text)
+        texts.append(text[:room])
+        room -= len(text)
         end_line = paragraph.end_line
     return ReadReply(
         document=public_id(content.document_id),
@@ -383,3 +386,17 @@ def _read(content: DocumentContent, lines: tuple[int, int], page: int) -> ReadRe
         next_line=next_line,
         is_cut=is_cut,
     )
+
+
+def _texts(content: DocumentContent, paragraphs: Sequence[Paragraph], first_line: int) -> Iterator[str]:
+    """Yield the text of each paragraph, below the headings that begin there and not before `first_line`."""
+    start = (paragraphs[0].start_page, paragraphs[0].start_line) if paragraphs else (0, 0)
+    above = [one.heading_path for one in content.paragraphs if (one.start_page, one.start_line) < start]
+    path = above[-1] if above else ()
+    for paragraph in paragraphs:
+        level, headings = new_headings(paragraph.heading_path, path)
+        path = paragraph.heading_path
+        if first_line and first_line >= paragraph.start_line:
+            headings = ()
+        marked = [f"{'#' * min(at, _MAX_HEADING)} {text}" for at, text in enumerate(headings, start=level + 2)]
+        yield "\n\n".join([*marked, paragraph.text])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from stillroom.core.document import Paragraph
-from stillroom.core.document_content import DocumentContent, Span
+from stillroom.core.document_content import DocumentContent, Span, new_headings
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -90,9 +90,8 @@ class _Body:
         """Yield the headings that begin here."""
         if path == self._path:
             return
-        shared = next((at for at, pair in enumerate(zip(path, self._path, strict=False)) if pair[0] != pair[1]), None)
-        first = min(len(path), len(self._path)) if shared is None else shared
-        for level, text in enumerate(path[first:], start=first + 2):
+        first, texts = new_headings(path, self._path)
+        for level, text in enumerate(texts, start=first + 2):
             tag = f"h{min(level, _MAX_HEADING)}"
             yield f'<{tag} dir="auto">{anchors}{escape(text)}</{tag}>'
             anchors = ""
