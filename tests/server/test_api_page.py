@@ -4,11 +4,13 @@ import re
 import shlex
 from html import unescape
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import pytest
 
-from stillroom.config.settings import SearchConfig, StillroomConfig
+from stillroom.config.settings import SearchConfig, ServerConfig, StillroomConfig
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.routes.api_page import api_page
 from tests.server.fakes import FakeStillroom, as_stillroom
@@ -91,6 +93,25 @@ def test_fields_have_types_limits_and_meanings(any_client: httpx.Client) -> None
     assert "Responses are not stored." in text and "The first numbers of each vector" in text
 
 
+def test_limits_of_the_type_alone_are_not_shown(any_client: httpx.Client) -> None:
+    text = any_client.get("/docs").text
+    assert "e+09" not in text and "2147483648" not in text
+
+
+def test_headings_descend_one_level_at_a_time(any_client: httpx.Client) -> None:
+    text = any_client.get("/docs").text
+    levels = [int(one) for one in re.findall(r"<h([1-6])[ >]", text)]
+    assert levels[0] == 1 and all(after <= before + 1 for before, after in pairwise(levels))
+    assert '<a class="top" href="#top">' in text
+
+
+@pytest.mark.parametrize("has_mcp", [True, False])
+def test_page_names_mcp_where_the_server_has_it(has_mcp: bool) -> None:
+    config = StillroomConfig(server=ServerConfig(mcp=has_mcp))
+    with serving(as_stillroom(FakeStillroom(config=config))) as url:
+        assert ("POST /mcp" in httpx.get(f"{url}/docs").text) == has_mcp
+
+
 def test_texts_are_escaped() -> None:
     operation = {"tags": ["<b>"], "description": "<script>`<i>`", "responses": {}}
     page = api_page(
@@ -111,4 +132,5 @@ def test_page_needs_no_key_and_shows_how_to_send_one(tmp_path: Path) -> None:
         response = httpx.get(f"{url}/docs")
         assert httpx.head(f"{url}/docs").status_code == 200
         assert httpx.get(f"{url}/openapi.json").status_code == 401
+    assert "openapi.json" not in read(response.text).links and "which needs a key too" in response.text
     assert "$STILLROOM_KEY" in response.text and f"curl -s {url}/v1/search" in response.text

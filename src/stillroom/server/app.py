@@ -108,7 +108,7 @@ def create_app(
         _Api(workers).router(),
         TokenRoutes(workers).router(),
         console.router(),
-        api_page_router(app.openapi),
+        api_page_router(app.openapi, has_mcp=config.server.mcp),
         ContentRoutes(workers).router(),  # before the routes whose document's name may hold anything
         documents.router(),
         health.router(readiness),
@@ -208,7 +208,7 @@ class _Api:
         return await whole_answers(streams, request, lambda answers: reply.whole(answers[0]))
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Continue prompts as given, without a search."""
+        """Continue prompts as given, without a search. The bundled reader, which reads no prompts, cannot."""
         stillroom = stillroom_of(request)
         check_model(body.model, [stillroom.model_name])
         found = await Completions.begin(stillroom, body)
@@ -239,7 +239,7 @@ class _Api:
         return search_as_json(body.query, mode, found, time.perf_counter() - started, public_id)
 
     async def rerank(self, body: RerankRequest, request: Request) -> RerankReply:
-        """Order texts by their relevance to a query, with the configured cross-encoder."""
+        """Order texts by their relevance to a query. Needs a cross-encoder, set as `search.reranker`."""
         stillroom = stillroom_of(request)
         if stillroom.config.search.reranker:
             check_model(body.model, [stillroom.config.search.reranker])

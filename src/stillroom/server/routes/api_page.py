@@ -21,18 +21,25 @@ _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: light-dark(#5d625b, #a4a8a2);
   --accent: light-dark(#22664a, #84cbaa); --sunk: light-dark(#efece6, #262b2d); }
 body { margin: 0; font: 1rem/1.5 system-ui, sans-serif; color: light-dark(#20241f, #e7e4dd);
-  background: light-dark(#f7f5f1, #15181a); overflow-wrap: anywhere; }
+  background: light-dark(#f7f5f1, #15181a); overflow-wrap: break-word; }
 main, nav { max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1, h2, h3 { line-height: 1.25; } h2 { border-bottom: 1px solid var(--line); margin-top: 2.5rem; }
-h3 { margin: 2rem 0 .25rem; } h4 { margin: 1rem 0 .25rem; font-size: 1rem; }
+h3 { margin: 2rem 0 .25rem; }
+nav h2 { border: 0; margin: 1rem 0 .25rem; font-size: 1rem; }
+h4 { margin: 1rem 0 .25rem; font-size: 1rem; }
 a { color: var(--accent); } nav ul { columns: 20rem; padding: 0; list-style: none; margin: .25rem 0 1rem; }
 code, pre { font: .9em ui-monospace, Menlo, Consolas, monospace; }
 pre { background: var(--sunk); padding: .75rem; white-space: pre-wrap; margin: .25rem 0 .75rem; }
 table { border-collapse: collapse; width: 100%; margin: .25rem 0 1rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0; border-top: 1px solid var(--line); }
 th { font-weight: 600; border: 0; color: var(--dim); } td:first-child { white-space: nowrap; }
+.top { position: fixed; right: .5rem; bottom: .5rem; padding: .25rem .75rem; background: var(--sunk);
+  border: 1px solid var(--line); }
 .dim { color: var(--dim); } :target { outline: 2px solid var(--accent); outline-offset: .25rem; }
-@media (max-width: 40rem) { td:first-child { white-space: normal; } }
+td:not(:first-child) { overflow-wrap: anywhere; }
+@media (max-width: 40rem) { thead { display: none; } table, tbody, tr { display: block; }
+  tr { border-top: 1px solid var(--line); padding: .3rem 0; } td { display: inline; border: 0; }
+  td:first-child { white-space: normal; } }
 """
 _HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _HEADERS = {
@@ -47,7 +54,7 @@ _ADDRESS = "http://ADDRESS"
 _JSON = "application/json"
 _REF = "#/components/schemas/"
 _MANY = 2**31
-"""An upper bound from here on only keeps numbers in their type, and is not shown."""
+"""A bound from here on, up or down, only keeps numbers in their type, and is not shown."""
 _LIMITS = {
     "minimum": "at least",
     "maximum": "at most",
@@ -61,13 +68,14 @@ _LIMITS = {
 }
 
 
-def api_page_router(openapi: Callable[[], Schema]) -> APIRouter:
+def api_page_router(openapi: Callable[[], Schema], *, has_mcp: bool) -> APIRouter:
     """
     Args:
         openapi: returns the OpenAPI document.
+        has_mcp: whether the server has the route `/mcp`.
     """
     router = APIRouter()
-    page = cache(lambda: api_page(openapi()))
+    page = cache(lambda: api_page(openapi(), has_mcp=has_mcp))
 
     async def docs(request: Request) -> Response:
         address = escape(str(request.base_url).rstrip("/"))
@@ -77,7 +85,7 @@ def api_page_router(openapi: Callable[[], Schema]) -> APIRouter:
     return router
 
 
-def api_page(document: Schema) -> str:
+def api_page(document: Schema, *, has_mcp: bool = False) -> str:
     """Return the page of an OpenAPI document."""
     title = escape(document["info"]["title"])
     head = (
@@ -85,12 +93,13 @@ def api_page(document: Schema) -> str:
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{title}: HTTP API</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
     )
-    return head + "\n".join(_Page(document).parts()) + "\n</body>\n</html>\n"
+    return head + "\n".join(_Page(document, has_mcp=has_mcp).parts()) + "\n</body>\n</html>\n"
 
 
 class _Page:
-    def __init__(self, document: Schema) -> None:
+    def __init__(self, document: Schema, *, has_mcp: bool) -> None:
         self._document = document
+        self._has_mcp = has_mcp
         self._schemas: dict[str, Schema] = document["components"]["schemas"]
         self._needs_key = {} not in document["security"]
         self._by_tag: dict[str, list[tuple[str, str, Schema]]] = {tag["name"]: [] for tag in document["tags"]}
@@ -101,15 +110,23 @@ class _Page:
     def parts(self) -> Iterator[str]:
         info = self._document["info"]
         key = " Requests need an API key: <code>Authorization: Bearer KEY</code>." if self._needs_key else ""
-        yield f'<nav aria-label="Routes">\n<h1>{escape(info["title"])}: HTTP API</h1>'
+        yield f'<nav aria-label="Routes">\n<h1 id="top">{escape(info["title"])}: HTTP API</h1>'
         yield f"<p>{_prose(info['description'])}{key}</p>"
-        yield '<p>The same as <a href="openapi.json">an OpenAPI document</a>. <a href="./">The console</a>.</p>'
+        same = '<a href="openapi.json">an OpenAPI document</a>'
+        if self._needs_key:  # a browser sends none when it follows a link
+            same = "an OpenAPI document: <code>/openapi.json</code>, which needs a key too"
+        yield f'<p>The same as {same}. <a href="./">The console</a>.</p>'
+        if self._has_mcp:
+            yield (
+                "<p><code>POST /mcp</code> speaks the Model Context Protocol, for assistants and editors. It has no "
+                "types here: its messages describe its tools.</p>"
+            )
         for tag, operations in self._by_tag.items():
             links = "".join(
                 f'<li><a href="#{_anchor(method, path)}"><code>{method} {escape(path)}</code></a></li>'
                 for method, path, _ in operations
             )
-            yield f"<h4>{escape(tag.capitalize())}</h4><ul>{links}</ul>"
+            yield f"<h2>{escape(tag.capitalize())}</h2><ul>{links}</ul>"
         yield "</nav>\n<main>"
         for tag in self._document["tags"]:
             yield f"<h2>{escape(tag['name'].capitalize())}</h2><p>{_prose(tag['description'])}</p>"
@@ -119,7 +136,7 @@ class _Page:
         for name, schema in sorted(self._schemas.items()):
             yield f'<h3 id="type-{escape(name)}"><code>{escape(name)}</code></h3>'
             yield from self._type(schema)
-        yield "</main>"
+        yield '<a class="top" href="#top">All routes</a>\n</main>'
 
     def _operation(self, method: str, path: str, operation: Schema) -> Iterator[str]:
         yield f'<h3 id="{_anchor(method, path)}"><code>{method} {escape(path)}</code></h3>'
@@ -219,8 +236,14 @@ def _limits(schema: Schema) -> str:
     shown = {name: schema[name] for name in _LIMITS if name in schema}
     if shown.get("exclusiveMaximum", 0) >= _MANY:
         del shown["exclusiveMaximum"]
-    found = [f"{_LIMITS[name]} {f'{one:g}' if isinstance(one, float) else one}" for name, one in shown.items()]
+    if shown.get("minimum", 0) <= -_MANY:
+        del shown["minimum"]
+    found = [f"{_LIMITS[name]} {_number(one) if isinstance(one, float) else one}" for name, one in shown.items()]
     return f' <span class="dim">({escape(", ".join(found))})</span>' if found else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value.is_integer() else f"{value:g}"
 
 
 def _prose(text: str) -> str:

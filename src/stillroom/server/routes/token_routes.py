@@ -45,7 +45,11 @@ class TokenRoutes:
         return router
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Tokenization:
-        """Encode a prompt, or the messages of a chat without a search, with the tokenizer of a served model."""
+        """Encode a prompt, or the messages of a chat without a search, with the tokenizer of a served model.
+
+        Without `model`, it needs a model here that reads prompts. The bundled reader and engines elsewhere read none
+        here; name the embedder then.
+        """
         stillroom = stillroom_of(request)
         if _means_embedder(body.model, stillroom):
             found = await self._workers.run(None, _embedder_tokens, stillroom, body)
@@ -56,7 +60,7 @@ class TokenRoutes:
         return found
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Detokenization:
-        """Decode tokens with the tokenizer of a served model."""
+        """Decode tokens with the tokenizer of a served model. Without `model`, it needs what `/tokenize` needs."""
         stillroom = stillroom_of(request)
         if _means_embedder(body.model, stillroom):
             decode = (await self._embedder(stillroom)).text_of
