@@ -189,6 +189,16 @@ def test_resource_of_a_name_with_odd_characters_opens(tmp_path: Path) -> None:
         assert use(server, lambda client: client.read_resource(one.uri)).contents[0].text == "Keys rotate."
 
 
+def test_short_names_of_documents_reveal_no_folder(tmp_path: Path) -> None:
+    with Stillroom.open(tmp_path / "kb") as opened:
+        opened.add(write_knowledge(tmp_path / "handbook"))
+        opened.hide_folders()  # as the server does
+        assert "Wunwick" in call(opened, "read_document", document="people.md")["text"]
+        for name in ("handbook", str(tmp_path), str(tmp_path / "handbook/people.md")):
+            said = refused(opened, "read_document", document=name)
+            assert said == f"there is no document {name!r}; list_documents has the names"
+
+
 def test_over_http_a_key_sees_its_tenants_documents_only(stillroom: Stillroom, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     own, other = add(path, "anna"), add(path, "ben", "legal")

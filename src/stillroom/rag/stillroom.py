@@ -261,9 +261,12 @@ class Stillroom:
 
     def documents_like(self, name: str) -> list[DocumentId]:
         """The indexed documents that a short name may mean, such as `guide.md` for `/srv/docs/guide.md`; several if it
-        is not clear which one."""
+        is not clear which one. After `hide_folders`, only parts of public ids mean a document."""
         known = [info.document_id for info in self._kb.documents()]
-        return documents_like(name, known, self._kb.corpus.names)
+        found = documents_like(name, known, self._kb.corpus.names)
+        if self._kb.hides_folders:
+            found = [one for one in found if name.casefold() in public_id(one).casefold()]
+        return found
 
     def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         """A document's indexed chunks in order, from `offset`, at most `limit`."""

@@ -355,7 +355,7 @@ def _content(stillroom: "Stillroom", name: str) -> DocumentContent:
         if len(name) < _MIN_PART:  # too many names hold so short a part
             found = [one for one in found if public_id(one).rpartition("/")[2].partition(".")[0] == name]
         if len(found) == 1:
-            return stillroom.document_content(found[0])
+            return stillroom.document_content(public_id(found[0]))
         which = "; it may be " + ", ".join(map(public_id, found[:5])) if found else ""
         raise UnknownDocumentError(f"there is no document {name!r}{which}; list_documents has the names") from None
 
