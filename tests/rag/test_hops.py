@@ -99,7 +99,7 @@ def test_hops_equal_a_slow_twin(
     full: set[str],
     most: int,
 ) -> None:
-    readings = {key: Reading(nexts[key], answers[key], key in full) for key in "abcd"}
+    readings = {key: Reading(nexts[key], answers[key], is_full=key in full) for key in "abcd"}
     done = Script(found, readings).run(most)
 
     asked = ["a"]

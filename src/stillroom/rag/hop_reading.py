@@ -148,7 +148,7 @@ class HopSearch:
             return Reading(next_question_of(answer.text))
         if best is not None:
             found = best.text[slice(*best.highlight)]
-            return Reading(follow_up(question, best.text, found), found, not says_nothing(answer.text))
+            return Reading(follow_up(question, best.text, found), found, is_sure=not says_nothing(answer.text))
         found_text = short_answer(answer)
         return Reading(found_text and f"{self.asked.question}\n{found_text}", found_text)
 
