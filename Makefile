@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 DEMO := .demo
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# compiled modules are kept: the tests start many processes, and pytest rewrites every file for each worker without them
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all gpu-check check docs format clean
