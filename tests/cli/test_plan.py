@@ -69,6 +69,7 @@ def test_plan_for_an_index_that_cannot_be_split(run: Run, kb: Path) -> None:
     assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them better" in found.out
 
 
+@pytest.mark.slow
 def test_plan_uses_configured_prompt_limit_and_batch_delay(kb: Path) -> None:
     config = StillroomConfig(
         runtime=RuntimeConfig(kv_bytes=2**26, batch_delay_ms=20.0), generation=GenerationConfig(max_prompt_tokens=60)
@@ -80,6 +81,7 @@ def test_plan_uses_configured_prompt_limit_and_batch_delay(kb: Path) -> None:
     assert make_inputs.hardware.batch_delay_seconds == 0.02
 
 
+@pytest.mark.slow
 def test_plan_orders_chunks_as_configured(kb: Path) -> None:
     """The best chunk of this question is the last of its document."""
     config = StillroomConfig(runtime=RuntimeConfig(kv_bytes=2**26), generation=GenerationConfig(chunk_order="document"))

@@ -244,7 +244,7 @@ def test_damaged_checkpoints_raise_errors_that_say_what_to_do(folder: Path, dama
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3Moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "load",
     [{}, {"weights": "int8"}, {"weights": "int4"}, {"dtype": "bfloat16"}],
