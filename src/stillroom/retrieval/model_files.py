@@ -83,7 +83,7 @@ class ModelFiles:
         return dict(self._read_json("config.json"))
 
     @cached_property
-    def library_class(self) -> str:
+    def saved_class(self) -> str:
         """Class of sentence-transformers that saved the folder, such as `CrossEncoder`; empty if it is not stated."""
         return str(self._read_json("config_sentence_transformers.json").get("model_type", ""))
 
@@ -95,9 +95,9 @@ class ModelFiles:
     def check_embeds(self) -> None:
         """Raises UnsupportedModelError if the folder holds a cross-encoder, a classifier or a language model."""
         is_stated = (self.folder / "modules.json").is_file()  # it may pool the states of a language model
-        if self.library_class == "CrossEncoder" or (not is_stated and self.architecture.endswith(OUTPUT_HEADS)):
+        if self.saved_class == "CrossEncoder" or (not is_stated and self.architecture.endswith(OUTPUT_HEADS)):
             raise UnsupportedModelError(
-                f"embedder.model = {str(self.folder)!r} is a {self.library_class or self.architecture}, not an "
+                f"embedder.model = {str(self.folder)!r} is a {self.saved_class or self.architecture}, not an "
                 f"embedding model; use a sentence-transformers model, such as the packaged {PACKAGED_MODEL!r}"
             )
 

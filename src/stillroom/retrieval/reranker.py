@@ -140,7 +140,7 @@ def load_cross_encoder(model: str) -> "CrossEncoder":
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} has no config.json; set search.reranker to the folder of a cross-encoder")
     files = ModelFiles(str(folder))
-    if files.library_class != "CrossEncoder" and not files.architecture.endswith(OUTPUT_HEADS):
+    if files.saved_class != "CrossEncoder" and not files.architecture.endswith(OUTPUT_HEADS):
         raise UnsupportedModelError(  # sentence-transformers would add an output layer of random weights
             f"search.reranker = {model!r} is a {files.architecture}, not a cross-encoder; {_INSTEAD}"
         )
