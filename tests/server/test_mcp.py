@@ -17,6 +17,7 @@ from mcp.client.streamable_http import streamable_http_client
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server import mcp as server_module
+from stillroom.server import mcp_reading
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import Tenants
 from stillroom.server.mcp import mcp_server
@@ -97,7 +98,7 @@ def test_documents_are_listed_in_pages_and_read_by_lines(stillroom: Stillroom, m
     assert headed["text"] == f"## Cirik Prurs\n\n{part['text']}"
     headings = [line for line in whole["text"].splitlines() if line.startswith("#")]
     assert headings == ["## Dola Kenric", "## Cirik Prurs", "## Jatha Jurlow"] and whole["title"] == "People"
-    monkeypatch.setattr(server_module, "MAX_TEXT", 140)
+    monkeypatch.setattr(mcp_reading, "MAX_TEXT", 140)
     pieces: list[str] = []
     at = 0
     while not pieces or at:
@@ -106,7 +107,7 @@ def test_documents_are_listed_in_pages_and_read_by_lines(stillroom: Stillroom, m
         assert piece["is_cut"] == bool(piece["next_line"])
         at = piece["next_line"]
     assert "\n\n".join(pieces) == whole["text"] and len(pieces) > 2
-    monkeypatch.setattr(server_module, "MAX_TEXT", 10)
+    monkeypatch.setattr(mcp_reading, "MAX_TEXT", 10)
     assert call(stillroom, "read_document", document=names[0])["is_cut"], "one paragraph is longer than a reply"
 
 

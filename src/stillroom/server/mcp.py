@@ -7,7 +7,7 @@ this module: the protocol's SDK is an optional dependency.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import quote
 
@@ -31,20 +31,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from stillroom import __version__
-from stillroom.core.document import Paragraph
-from stillroom.core.document_content import DocumentContent, new_headings
+from stillroom.core.document_content import DocumentContent
 from stillroom.core.ids import public_id
 from stillroom.errors import StillroomError, UnknownDocumentError
 from stillroom.rag.answer import Answer, AskOptions, Citation, Support
 from stillroom.server.auth.tenants import stillroom_of
 from stillroom.server.mcp_arguments import unknown_arguments, wrong_arguments
+from stillroom.server.mcp_reading import ReadReply, read_part, texts_of
 
 if TYPE_CHECKING:
     from stillroom.core.document import DocumentInfo, ScoredChunk
     from stillroom.rag.stillroom import Stillroom
 
-MAX_TEXT = 40_000
-"""Most characters of a document in one reply; the reply says where to go on."""
 MAX_LISTED = 1000
 MAX_TOP_K = 100
 MAX_RESOURCES = 100
@@ -52,8 +50,6 @@ MAX_RESOURCES = 100
 
 _CURSOR = "after:"
 """Beginning of each cursor; the name of a document follows."""
-_MAX_HEADING = 6
-"""Deepest level of headings in Markdown."""
 _MIN_PART = 3
 """Fewest characters of a wrong name that may be any part of a document's name."""
 
@@ -113,20 +109,6 @@ class ListReply(BaseModel):
     documents: list[ListedDocument]
     next_after: str
     """Pass it as `after` for the next page; empty on the last one."""
-
-
-class ReadReply(BaseModel):
-    document: str
-    title: str
-    text: str
-    start_line: int
-    end_line: int
-    num_lines: int
-    num_pages: int
-    next_line: int
-    """Pass it as `start_line` to read on; 0 at the end of the document, or where it has no lines."""
-    is_cut: bool
-    """Whether the end of what was asked for is missing. Without a `next_line`, read page by page."""
 
 
 Where = Annotated[
@@ -194,7 +176,7 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
     ) -> ReadReply:
         """Read the text of a document, or of some lines or a page of it."""
         content = await _told(asyncio.to_thread(_content, of(context), document))
-        return await _told(asyncio.to_thread(_read, content, (start_line, end_line), page))
+        return await _told(asyncio.to_thread(read_part, content, (start_line, end_line), page))
 
     @server.resource(
         "stillroom://documents/{+document}",
@@ -208,7 +190,7 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
             content = await asyncio.to_thread(_content, of(context), document)
         except StillroomError as error:
             raise ResourceNotFoundError(str(error)) from error
-        return "\n\n".join(_texts(content, content.paragraphs, 0))
+        return "\n\n".join(texts_of(content, content.paragraphs, 0))
 
     async def list_resources(
         context: ServerRequestContext[Any, Any], params: PaginatedRequestParams | None
@@ -358,45 +340,3 @@ def _content(stillroom: "Stillroom", name: str) -> DocumentContent:
             return stillroom.document_content(public_id(found[0]))
         which = "; it may be " + ", ".join(map(public_id, found[:5])) if found else ""
         raise UnknownDocumentError(f"there is no document {name!r}{which}; list_documents has the names") from None
-
-
-def _read(content: DocumentContent, lines: tuple[int, int], page: int) -> ReadReply:
-    """Raises UsageError: the document has no such lines or page."""
-    first, last = lines
-    paragraphs = content.part((first, last), (page, page))
-    texts: list[str] = []
-    end_line = next_line = 0
-    room, is_cut = MAX_TEXT, False
-    for paragraph, text in zip(paragraphs, _texts(content, paragraphs, first), strict=True):
-        is_cut = is_cut or len(text) > room
-        if is_cut and texts:
-            next_line = min(end_line + 1, paragraph.start_line)  # its headings stand before it
-            break
-        texts.append(text[:room])
-        room -= len(text)
-        end_line = paragraph.end_line
-    return ReadReply(
-        document=public_id(content.document_id),
-        title=content.title,
-        text="\n\n".join(texts),
-        start_line=paragraphs[0].start_line if paragraphs else 0,
-        end_line=end_line,
-        num_lines=content.num_lines,
-        num_pages=content.num_pages,
-        next_line=next_line,
-        is_cut=is_cut,
-    )
-
-
-def _texts(content: DocumentContent, paragraphs: Sequence[Paragraph], first_line: int) -> Iterator[str]:
-    """Yield the text of each paragraph, below the headings that begin there and not before `first_line`."""
-    start = (paragraphs[0].start_page, paragraphs[0].start_line) if paragraphs else (0, 0)
-    above = [one.heading_path for one in content.paragraphs if (one.start_page, one.start_line) < start]
-    path = above[-1] if above else ()
-    for paragraph in paragraphs:
-        level, headings = new_headings(paragraph.heading_path, path)
-        path = paragraph.heading_path
-        if first_line and first_line >= paragraph.start_line:
-            headings = ()
-        marked = [f"{'#' * min(at, _MAX_HEADING)} {text}" for at, text in enumerate(headings, start=level + 2)]
-        yield "\n\n".join([*marked, paragraph.text])
