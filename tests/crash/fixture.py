@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import folders
 from tests.crash import oracle
 from tests.retrieval.test_migration import make_old
 
@@ -160,7 +161,7 @@ class CrashFixture:
         return kb
 
     def drop(self, kb: Path) -> None:
-        shutil.rmtree(kb.parent)
+        folders.remove(kb.parent)
 
     def cases(self, kind: str, names: tuple[str, ...] = CASES) -> Iterator[CrashCase]:
         """Yield the cases in turn. The documents on disk fit the current case only."""

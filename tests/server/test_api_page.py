@@ -80,7 +80,7 @@ def test_examples_of_the_page_run() -> None:
                 continue
             address = next(word for word in words if word.startswith(url))
             content = words[words.index("-d") + 1]
-            response = httpx.post(address, content=content, headers={"content-type": "application/json"})
+            response = httpx.post(address, content=content, headers={"content-type": "application/json"}, timeout=120)
             assert response.status_code == 200, words
             sent += 1
     assert sent >= 14

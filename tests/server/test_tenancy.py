@@ -1,7 +1,6 @@
 """Two tenants with equal documents and questions, with real keys and the bundled model."""
 
 import io
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from stillroom.core.cancellation import Cancellation
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import Tenants
+from tests import folders
 from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, PEOPLE, QUESTION
@@ -95,12 +95,12 @@ def test_deleted_tenant_folder_is_replaced_by_an_empty_one(tmp_path: Path) -> No
         old = tenants.stillroom("legal")
         old.upload([("a.md", io.BytesIO(PEOPLE.encode()))])
         assert tenants.is_open("legal") and tenants.stillroom("legal") is old
-        shutil.rmtree(tmp_path / "tenants" / "legal")
+        folders.remove(tmp_path / "tenants" / "legal")
         assert not tenants.is_open("legal")
         new = tenants.stillroom("legal")
         assert new is not old and new.num_documents == 0 and tenants.stillroom("legal") is new
         tenants.close()
-        shutil.rmtree(tmp_path / "kb")
+        folders.remove(tmp_path / "kb")
         assert not own.is_there and not own.is_ready
 
 
@@ -120,7 +120,7 @@ def test_tenant_continues_without_old_data_after_its_folder_was_deleted(tmp_path
             assert client.post("/v1/chat/completions", json=ASKED).status_code == 200
             backend: Any = own._loader.backend
             assert {node.owner for node in backend.cache.tree}
-            shutil.rmtree(tmp_path / "tenants" / "legal")
+            folders.remove(tmp_path / "tenants" / "legal")
             assert client.get("/v1/documents").json()["data"] == []
             until(lambda: not len(backend.cache.tree))
             assert client.post("/v1/documents", json=document).status_code == 200
