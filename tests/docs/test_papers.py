@@ -5,25 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from stillroom_bench.papers.agreement import intervals_of
+from stillroom_bench.papers.page import PAPERS, REPORT_LINK, Claim, claims_of, report_command, table_rows
+from stillroom_bench.papers.repeat import committed_result
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 VERDICTS = ("surpassed", "reproduced", "not reproduced", "contradicted", "not comparable", "not done")
-PAPERS = ("RAGCache", "Cache-Craft", "VectorLiteRAG", "llmds")
-NUMBER = r"-?\d[\d.]*(?: (?:us|ms|s|MiB))?"
-INTERVAL = re.compile(rf"{NUMBER} \[{NUMBER}, {NUMBER}\]")
-LINK = re.compile(r"\]\(\.\./(benchmarks/[\w.-]+\.md)\)")
-
-
-def rows(num_columns: int, text: str = PAGE) -> list[list[str]]:
-    """Return the cells of the rows of all tables with this many columns, without their heads."""
-    lines = [line[1:-1].split("|") for line in text.splitlines() if line.startswith("| ")]
-    found = [[cell.strip() for cell in row] for row in lines if len(row) == num_columns]
-    return [row for row in found if row[0] not in ("claim", "mechanism")]
-
-
-CLAIMS, MECHANISMS = rows(6), rows(4)
+CLAIMS = [claim for paper in PAPERS.values() for claim in claims_of(PAGE, paper)]
+MECHANISMS = table_rows(4, PAGE)
 
 
 def test_the_tables_of_all_four_papers_are_read() -> None:
@@ -33,36 +25,46 @@ def test_the_tables_of_all_four_papers_are_read() -> None:
     assert num_rows == len(CLAIMS) + len(MECHANISMS) + 8 + 1 + len(PAPERS)
 
 
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize("paper", PAPERS.values())
 def test_verdicts_are_counted_right(paper: str) -> None:
-    claims = rows(6, PAGE.partition(f"\n## {paper}\n")[2].partition("\n## ")[0])
-    first = [row[-1].split("**")[1] for row in claims]
-    counted = next(row for row in rows(7) if row[0] == paper)
+    first = [claim.verdict.split("**")[1] for claim in claims_of(PAGE, paper)]
+    counted = next(row for row in table_rows(7, PAGE) if row[0] == paper)
 
     assert counted[1:] == [str(first.count(verdict)) for verdict in VERDICTS]
 
 
-@pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row[0][:50])
-def test_every_claim_has_a_known_verdict(row: list[str]) -> None:
-    named = re.findall(r"\*\*([^*]+)\*\*", row[-1])
+@pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row.claim[:50])
+def test_every_claim_has_a_known_verdict(row: Claim) -> None:
+    named = re.findall(r"\*\*([^*]+)\*\*", row.verdict)
 
     assert named and set(named) <= set(VERDICTS)
-    assert row[-1].startswith("**")
+    assert row.verdict.startswith("**")
     if not {"not done", "not comparable"} & set(named):
-        assert row[2] and row[3], "a verdict needs a number of ours and a command that makes it"
+        assert row.ours and row.command, "a verdict needs a number of ours and a command that makes it"
 
 
-@pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row[0][:50])
-def test_every_interval_stands_in_a_report_of_its_row(row: list[str]) -> None:
-    reports = [ROOT / path for path in LINK.findall(row[4])]
-    texts = [path.read_text(encoding="utf-8") for path in reports]
+@pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row.claim[:50])
+def test_every_interval_stands_in_a_report_of_its_row(row: Claim) -> None:
+    texts = [(ROOT / report).read_text(encoding="utf-8") for report in row.reports]
+    results = [committed_result(report, ROOT) for report in row.reports]
+    figures = {text for result in results if result is not None for _, text in intervals_of(result)}
 
-    missing = [one for one in INTERVAL.findall(row[2]) if not any(f" {one} " in text for text in texts)]
-    assert not missing, f"not in {[path.name for path in reports]}: {missing}"
+    for one in row.intervals:
+        assert any(f" {one} " in text for text in texts) and one in figures, f"{one} is not in {row.reports}"
+
+
+def test_every_report_with_a_command_can_be_run_again() -> None:
+    for report in dict.fromkeys(report for claim in CLAIMS for report in claim.reports):
+        words = report_command(ROOT / report)
+        assert words, report
+        section = command_section(f"stillroom {' '.join(words)}")
+        assert section, report
+        long = [word for word in words if word.startswith("--")]
+        assert not [flag for flag in long if f"`{flag}`" not in section], report
 
 
 def test_every_report_exists() -> None:
-    reports = LINK.findall(PAGE)
+    reports = REPORT_LINK.findall(PAGE)
 
     assert len(reports) > 60
     assert not [path for path in reports if not (ROOT / path).is_file()]

@@ -2,7 +2,7 @@
 
 import typer
 
-from stillroom_bench.cli import experiments, quality
+from stillroom_bench.cli import experiments, papers, quality
 from stillroom_bench.cli.delivery import begin
 
 app = typer.Typer(no_args_is_help=True, help="Measure on your own machine and documents.")
@@ -17,4 +17,5 @@ def top() -> None:
 
 quality.add_commands(app)
 experiments.add_commands(app, pipeline)
+app.command("papers", help=papers.HELP)(papers.papers)
 app.add_typer(pipeline, name="pipeline", help="Measure request scheduling, and prefill that overlaps search.")

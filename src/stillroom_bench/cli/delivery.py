@@ -1,9 +1,10 @@
 """Delivers a benchmark's result: prints it, writes JSON and HTML, compares it with an earlier result."""
 
 import tempfile
+import time
 from collections import Counter
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from stillroom_bench.instrument.bench_report import BenchResult
     from stillroom_bench.instrument.comparison import MetricChange, ResultComparison
 
-_began: ContextVar[CpuTimes | None] = ContextVar("began", default=None)
-"""CPU times of the machine when the command began."""
+_began: ContextVar[tuple[CpuTimes | None, float] | None] = ContextVar("began", default=None)
+"""CPU times of the machine, and the time, when the command began."""
 
 
 def _writable(given: Path | None) -> Path | None:
@@ -110,8 +111,8 @@ class Delivery:
 
 
 def begin() -> None:
-    """Record the CPU times at the start of a benchmark."""
-    _began.set(CpuTimes.now())
+    """Record CPU times and time at the start of a benchmark."""
+    _began.set((CpuTimes.now(), time.monotonic()))
 
 
 def deliver(result: "BenchResult", to: Delivery) -> None:
@@ -123,7 +124,10 @@ def deliver(result: "BenchResult", to: Delivery) -> None:
     """
     from stillroom_bench.instrument.comparison import compare, load_earlier
 
-    result.notes.extend(noise_note(_began.get(), CpuTimes.now()))
+    cpu_times, began = _began.get() or (None, None)
+    result.notes.extend(noise_note(cpu_times, CpuTimes.now()))
+    if began is not None:
+        result = replace(result, seconds=round(time.monotonic() - began, 1))
     comparison = None
     try:
         comparison = compare(result, load_earlier(to.compare)) if to.compare is not None else None

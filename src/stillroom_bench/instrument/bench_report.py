@@ -45,6 +45,8 @@ class BenchResult:
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Results that are not repeated measurements, such as quality per dataset: table name -> rows."""
     sample_of: SampleOf = "run"
+    seconds: float | None = None
+    """Wall time of the whole command, by which `stillroom bench papers` plans; None if it was not taken."""
 
     def summary(self, arm: str, metric: str) -> Summary:
         samples = self.samples.of(arm, metric)
@@ -102,6 +104,7 @@ class BenchResult:
             "baseline": self.baseline,
             "flaky_cv": self.flaky_cv,
             "sample_of": self.sample_of,
+            "seconds": self.seconds,
             "notes": self.notes,
             "arms": arms,
             "tables": self.tables,
