@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
+from stillroom.server.limits import connections
 from stillroom.server.limits.connections import LimitedProtocol
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
@@ -289,3 +290,34 @@ def test_body_of_a_refused_request_does_not_keep_the_connection() -> None:
         connection = connect()
         connection.sendall(head("/nowhere", 10_000_000) + b"x" * 1000)
         assert read_all(connection).startswith(b"HTTP/1.1 404")
+
+
+def test_reply_before_the_whole_request_is_not_lost_by_a_reset() -> None:
+    with talking(max_body_bytes=1000, body_timeout_s=20.0) as (_, connect):
+        connection = connect()
+        connection.sendall(head("/v1/search", 100_000))
+        reply = b""
+        while piece := connection.recv(65536):  # until the server has ended its side
+            reply += piece
+        for _ in range(3):
+            connection.sendall(b"x" * 1000)  # a closed connection would answer with a reset
+
+        assert reply.startswith(b"HTTP/1.1 413") and reply.endswith(b"}")
+        assert connection.recv(1) == b""
+
+
+def test_client_that_goes_on_sending_after_its_reply_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_LINGER_S", 0.05)
+    with talking(max_body_bytes=1000, body_timeout_s=20.0) as (_, connect):
+        connection = connect()
+        connection.sendall(head("/v1/search", 100_000))
+        assert read_all(connection).startswith(b"HTTP/1.1 413")
+
+        def is_closed() -> bool:
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        until(is_closed)

@@ -6,6 +6,9 @@
   most of it within `write_timeout_s`, the connection is cut and its request cancelled. The same limit holds for the
   last reply of a closing connection.
 - While a request runs, its connection is still read, so that a disconnect is noticed.
+- A reply that comes before the whole request ends only the server's side of the connection; what the client still sends
+  is read and thrown away for `_LINGER_S`. Closing at once would reset the connection, and the client could lose the
+  reply (RFC 9112, section 9.6).
 - Connections beyond `max_connections` get 503; beyond twice as many they are cut.
 - Ambiguous HTTP is refused and the connection closed (`strict_http`).
 
@@ -29,6 +32,8 @@ from stillroom.server.middleware import log_refused
 
 _MAX_AHEAD = 16 * 1024
 """Bytes of later requests that are read while one runs."""
+_LINGER_S = 2.0
+"""Seconds for a client to read a reply that came before its request was complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,11 @@ class LimitedProtocol(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
     _closing: asyncio.TimerHandle | None = None
+    lingering: asyncio.TimerHandle | None = None
+    """Closes a connection of which this side has ended."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_StagedTransport(transport, self))  # type: ignore[arg-type]
         self.conn = StrictConnection()
         if len(self.connections) > 2 * self.limits.max_connections:
             transport.abort()
@@ -73,12 +80,21 @@ class LimitedProtocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._writing, self._closing):
+        for timer in (self._timer, self._writing, self._closing, self.lingering):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._writing = self._closing = None
+        self._timer = self._writing = self._closing = self.lingering = None
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    @property
+    def may_receive_more(self) -> bool:
+        """Whether the client may still be sending its request."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -163,6 +179,36 @@ class LimitedProtocol(H11Protocol):
         """Abort after `write_timeout_s`: closing waits for the client to read, possibly for ever."""
         if self._closing is None:
             self._closing = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+
+
+class _StagedTransport:
+    """A connection's transport, whose first `close` may end only the server's side."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: LimitedProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._is_half_closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._is_half_closed or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection. If its client may still be sending, flush, end this side, and close when the client
+        has closed or `_LINGER_S` later; a second call closes at once."""
+        if self.is_closing() or not self._protocol.may_receive_more:
+            self._transport.close()
+            return
+        self._is_half_closed = True
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has gone
+            self._transport.close()
+            return
+        self._transport.resume_reading()
+        self._protocol.lingering = self._protocol.loop.call_later(_LINGER_S, self._transport.close)
 
 
 async def _reject_connection(scope: Scope, receive: Receive, send: Send) -> None:
