@@ -198,7 +198,7 @@ class _StagedTransport:
     def close(self) -> None:
         """Close the connection. If its client may still be sending, flush, end this side, and close when the client
         has closed or `_LINGER_S` later; a second call closes at once."""
-        if self.is_closing() or not self._protocol.may_receive_more:
+        if self.is_closing() or not self._protocol.may_receive_more or not self._transport.can_write_eof():
             self._transport.close()
             return
         self._is_half_closed = True
