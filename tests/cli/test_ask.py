@@ -11,7 +11,8 @@ import pytest
 
 from stillroom.cli.console import shows_links
 from stillroom.config.settings import GenerationConfig
-from stillroom.core.ids import RequestId
+from stillroom.core.document import SearchResult
+from stillroom.core.ids import DocumentId, RequestId
 from stillroom.rag.answer import AskOptions, Citation, Support
 from stillroom.rag.hops import Hop, HopEnd, HopSource
 from tests.cli.harness import Opened, Run
@@ -34,6 +35,19 @@ def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
         "  1. 1.0000  docs/keys.md:3-4  Keys > Rotation\n"
         "Timing: retrieval 10 ms, first token 20 ms, 1 ms per token, total 50 ms; 100 prompt tokens, 40 cached\n"
     )
+
+
+def test_other_places_of_a_source_are_named(
+    run: Run, opened: Opened, fake: FakeStillroom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = fake.search(QUESTION)
+    copy = dataclasses.replace(found.results[0].chunk, document_id=DocumentId("docs/copy.md"), start_line=7, end_line=9)
+    scored = dataclasses.replace(found.results[0], copies=(copy,))
+    monkeypatch.setattr(fake, "search", lambda *_, **__: SearchResult((scored,)))
+
+    assert "docs/keys.md:3-4  Keys > Rotation\n     also in docs/copy.md:7-9\n" in run("ask", QUESTION).out
+    [source] = run("ask", QUESTION, "--json").json["sources"]
+    assert [(one["document"], one["start_line"]) for one in source["also_in"]] == [("docs/copy.md", 7)]
 
 
 def _citation(source: int, support: Support, quote: str, span: tuple[int, int]) -> Citation:

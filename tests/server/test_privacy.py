@@ -8,11 +8,13 @@ import httpx
 import pytest
 from filelock import FileLock
 
+from stillroom.core.ids import public_id
 from stillroom.errors import UsageError
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server.error_replies import describe
 from stillroom.server.privacy import served_name, without_folders
 from tests.server.harness import serving
+from tests.server.knowledge import PEOPLE, QUESTION
 
 pytestmark = pytest.mark.microworld
 
@@ -84,3 +86,23 @@ def test_replies_of_a_real_server_contain_no_folders(tmp_path: Path) -> None:
     assert outside.exists()
     for reply in replies:
         assert str(tmp_path) not in reply.text and "outside" not in reply.text
+
+
+def test_copies_and_hops_of_an_answer_and_its_record_contain_no_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    for name in ("people.md", "people-copy.md"):
+        (folder / name).write_text(PEOPLE, encoding="utf-8")
+    with Stillroom.open(tmp_path / "kb") as stillroom, serving(stillroom) as url:
+        stillroom.add(folder)
+        asked = {"messages": [{"role": "user", "content": QUESTION}], "stillroom": {"hops": 2, "top_k": 1}}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+        answer = reply.json()["stillroom"]
+        record = httpx.get(f"{url}/v1/requests/{answer['request_id']}", timeout=60)
+
+    for found in (answer, record.json()):
+        [copy] = found["sources"][0]["also_in"]
+        names = {found["sources"][0]["document"], copy["document"]}
+        assert names == {public_id(str(folder / name)) for name in ("people.md", "people-copy.md")}
+        assert found["hops"][0]["sources"][0]["document"] in names
+    assert "outside" not in reply.text + record.text

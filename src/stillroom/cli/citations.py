@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from stillroom.cli.console import line, place, write, write_link
 
 if TYPE_CHECKING:
-    from stillroom.rag.answer import Answer, Citation, Source
+    from stillroom.rag.answer import Answer, Citation, CopyOfChunk, Source
 
 _MARKS = {"partly": "partly supported", "unsupported": "not supported by the sources"}
 
@@ -18,6 +18,8 @@ def show_sources(answer: "Answer") -> None:
     for source in answer.sources:
         write(f"  {source.position}. {source.score:.4f}  ")
         _write_place(source)
+        if source.also_in:
+            line(f"     also in {', '.join(map(_place, source.also_in))}")
 
 
 def show_citations(answer: "Answer") -> None:
@@ -57,9 +59,12 @@ def _show(citation: "Citation", sentence: str, quote: str) -> None:
 
 
 def _write_place(cited: "Source | Citation", mark: str = "") -> None:
-    pages = (cited.start_page, cited.end_page)
-    write_link(place(cited.document, (cited.start_line, cited.end_line), pages), _file_of(cited.document))
+    write_link(_place(cited), _file_of(cited.document))
     line("".join(f"  {part}" for part in (cited.heading, mark and f"({mark})") if part))
+
+
+def _place(cited: "Source | Citation | CopyOfChunk") -> str:
+    return place(cited.document, (cited.start_line, cited.end_line), (cited.start_page, cited.end_page))
 
 
 def _file_of(document: str) -> Path:

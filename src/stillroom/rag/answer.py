@@ -134,6 +134,20 @@ def checked_query(
 
 
 @dataclass(frozen=True, slots=True)
+class CopyOfChunk:
+    """Another place with the same text."""
+
+    document: str
+    """This field and the next ones are as in `Source`."""
+    chunk_id: str
+    heading: str
+    start_line: int
+    end_line: int
+    start_page: int
+    end_page: int
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A chunk of the prompt."""
 
@@ -157,6 +171,8 @@ class Source:
     end_page: int = 0
     turns_ago: int = 0
     """0: found for this question. In a conversation, the number of questions since the one that it was found for."""
+    also_in: tuple[CopyOfChunk, ...] = ()
+    """Other places with the same text, which the search found too, best first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from typing import TypeVar
 from stillroom.backends.base import PreparedPrompt
 from stillroom.backends.conversation import History, history_of, merge, search_with_previous
 from stillroom.config.settings import GenerationConfig, SearchMode
-from stillroom.core.document import ScoredChunk, SearchResult
+from stillroom.core.document import Chunk, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, RequestId, format_chunk_id
 from stillroom.core.request import MaySee, SampleRequest, SamplingParams, seed_of_sample
 from stillroom.errors import NothingFoundError, PromptTooLongError, UsageError
-from stillroom.rag.answer import NO_LIMIT, AskOptions, Source
+from stillroom.rag.answer import NO_LIMIT, AskOptions, CopyOfChunk, Source
 from stillroom.rag.hops import checked_hops
 from stillroom.rag.query_cache import QueryCache
 from stillroom.retrieval.filters.language import parse_filter
@@ -204,6 +204,19 @@ def _source(position: int, turns_ago: int, scored: ScoredChunk) -> Source:
         start_page=chunk.start_page,
         end_page=chunk.end_page,
         turns_ago=turns_ago,
+        also_in=tuple(map(_copy, scored.copies)),
+    )
+
+
+def _copy(chunk: Chunk) -> CopyOfChunk:
+    return CopyOfChunk(
+        document=chunk.document_id,
+        chunk_id=format_chunk_id(chunk.chunk_id),
+        heading=chunk.heading,
+        start_line=chunk.start_line,
+        end_line=chunk.end_line,
+        start_page=chunk.start_page,
+        end_page=chunk.end_page,
     )
 
 

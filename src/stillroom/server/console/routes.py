@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from starlette.exceptions import HTTPException
 
-from stillroom.core.ids import public_id
 from stillroom.rag.records import RecordSummary
 from stillroom.server.auth.tenants import stillroom_of
+from stillroom.server.routes.annotations import public_record
 
 PAGE = "index.html"
 
@@ -79,8 +79,7 @@ def router() -> APIRouter:
     async def one_request(request_id: str, request: Request) -> dict[str, Any]:
         """Return the record of one question."""
         found = await asyncio.to_thread(stillroom_of(request).records.get, request_id)
-        sources = [source | {"document": public_id(source["document"])} for source in found["sources"]]
-        return found | {"sources": sources}
+        return public_record(found)
 
     router.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False)
     router.add_api_route("/console/{name}", file, methods=["GET", "HEAD"], include_in_schema=False)

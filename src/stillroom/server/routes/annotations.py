@@ -6,13 +6,35 @@ from urllib.parse import quote
 
 from stillroom.core.ids import public_id
 from stillroom.rag.answer import Answer, Citation, Source, Support
+from stillroom.rag.as_json import JsonObject
 from stillroom.rag.hops import Hop
 from stillroom.server.schemas.replies import Annotation, UrlCitation
 
 
 def public_sources(sources: Sequence[Source]) -> list[Source]:
     """Replace document ids by those that clients see."""
-    return [replace(source, document=public_id(source.document)) for source in sources]
+    return [
+        replace(
+            source,
+            document=public_id(source.document),
+            also_in=tuple(replace(copy, document=public_id(copy.document)) for copy in source.also_in),
+        )
+        for source in sources
+    ]
+
+
+def public_record(record: JsonObject) -> JsonObject:
+    """Return the record of a question with the document ids that clients see in its sources and hops."""
+    sources = [
+        _public_place(source) | {"also_in": list(map(_public_place, source.get("also_in", ())))}  # older ones have none
+        for source in record["sources"]
+    ]
+    hops = [hop | {"sources": list(map(_public_place, hop["sources"]))} for hop in record.get("hops", ())]
+    return record | {"sources": sources, "hops": hops}
+
+
+def _public_place(place: JsonObject) -> JsonObject:
+    return place | {"document": public_id(place["document"])}
 
 
 def public_hop(hop: Hop) -> Hop:

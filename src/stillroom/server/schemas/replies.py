@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from stillroom.config.settings import SearchMode
 from stillroom.core.request import LookupCounts
-from stillroom.rag.answer import Citation, ReuseReport, Source, SpeculationReport, Timing
+from stillroom.rag.answer import Citation, CopyOfChunk, ReuseReport, Source, SpeculationReport, Timing
 from stillroom.rag.hops import Hop
 
 
@@ -261,18 +261,6 @@ class EmbeddingList(Reply):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
-
-
-class CopyOfChunk(Reply):
-    """Another place with the same text."""
-
-    document: str
-    chunk_id: str
-    heading: str
-    start_line: int
-    end_line: int
-    start_page: int
-    end_page: int
 
 
 class FoundChunk(Reply):

@@ -28,7 +28,7 @@ function card(source, best, open, unfolded) {
       el("div", { class: "source-name" }, title, el("small", { text: folder })),
     ),
     source.heading ? el("p", { class: "heading", text: source.heading }) : null,
-    el("p", { class: "facts" }, place(source), earlier(source), el("span", { text: `score ${figure(source.score)}` }), score),
+    el("p", { class: "facts" }, place(source), copies(source), earlier(source), el("span", { text: `score ${figure(source.score)}` }), score),
     el(
       "details",
       { open: unfolded ? "" : null },
@@ -42,6 +42,9 @@ function card(source, best, open, unfolded) {
 }
 
 const place = (source) => (placeOf(source) ? el("span", { text: placeOf(source) }) : null);
+
+const copies = ({ also_in: others }) =>
+  others?.length ? el("span", { text: `also in ${others.map((one) => splitPath(one.document).name).join(", ")}` }) : null;
 
 const earlier = (source) => (source.turns_ago ? el("span", { text: "from an earlier question" }) : null);
 
