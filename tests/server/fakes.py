@@ -341,6 +341,9 @@ class FakeStillroom:
         first = self.stream(question, options)
         return [first, *(FakeStream(self, question, options or AskOptions(), first.sources) for _ in range(n - 1))]
 
+    async def astream(self, question: str, options: AskOptions | None = None) -> FakeStream:
+        return (await self.astreams(question, options))[0]
+
     async def acontinue(
         self, prompt: str | Sequence[int], options: AskOptions | None = None, *, n: int = 1
     ) -> list[FakeStream]:

@@ -14,7 +14,7 @@ import pytest
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from stillroom.config.settings import ServerConfig, StillroomConfig
+from stillroom.config.settings import RuntimeConfig, ServerConfig, StillroomConfig
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server import mcp as server_module
 from stillroom.server import mcp_reading
@@ -251,6 +251,34 @@ def test_messages_over_http_count_for_the_limits_of_their_caller(settings: dict[
         assert [one.result().status_code for one in running] == [200] * len(running)
     assert [one.status_code for one in replies] == [200] * (len(replies) - 1) + [429]
     assert replies[-1].json()["error"]["code"] == code
+
+
+def test_ask_takes_an_admission_slot_and_other_tools_do_not() -> None:
+    runtime = RuntimeConfig(max_num_seqs=1, max_waiting=1)
+    fake = FakeStillroom(config=StillroomConfig(server=ServerConfig(mcp=True), runtime=runtime))
+    accept = {"accept": "application/json, text/event-stream"}
+
+    def call(name: str, **arguments: str) -> dict[str, Any]:
+        message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": name, "arguments": arguments}}
+        return dict(client.post("/mcp", json=message, headers=accept).json()["result"])
+
+    with (
+        serving(as_stillroom(fake)) as url,
+        httpx2.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        fake.gate.clear()
+        running = [pool.submit(call, "ask", question="Which keys?") for _ in range(2)]
+        until(lambda: len(fake.asked) == 2)
+        refused, found = call("ask", question="Which keys?"), call("search", query="keys")
+        fake.gate.set()
+        answers = [one.result()["structuredContent"]["answer"] for one in running]
+        again = call("ask", question="Which keys?")
+        metrics = client.get("/metrics").text
+    assert refused["isError"] and "1 requests wait already" in refused["content"][0]["text"]
+    assert found["structuredContent"]["passages"] and answers == ["Which keys?"] * 2
+    assert again["structuredContent"]["answer"] == "Which keys?", "the slots were given back"
+    assert 'stillroom_refused_requests_total{reason="queue"} 1.0' in metrics and len(fake.asked) == 3
 
 
 @pytest.mark.parametrize("accept", ["text/event-stream", "*/*", "application/json"])

@@ -36,6 +36,7 @@ from stillroom.core.ids import public_id
 from stillroom.errors import StillroomError, UnknownDocumentError
 from stillroom.rag.answer import Answer, AskOptions, Citation, Support
 from stillroom.server.auth.tenants import stillroom_of
+from stillroom.server.limits.rates import admitted
 from stillroom.server.mcp_arguments import unknown_arguments, wrong_arguments
 from stillroom.server.mcp_reading import ReadReply, read_part, texts_of
 
@@ -147,7 +148,8 @@ def mcp_server(find: "Callable[[Request | None], Stillroom]") -> MCPServer[Any]:
         where: Where = "",
     ) -> AskReply:
         """Answer a question from the documents, with quotes that support the answer. Says so if they do not answer."""
-        answer = await _told(_answer(of(context), question, AskOptions(where=where)))
+        request = context.request_context.request
+        answer = await _told(_answer(find(request), question, AskOptions(where=where), request))
         return AskReply(
             answer=answer.text,
             quotes=[_quote(answer, one) for one in answer.citations if one.source and one.quote],
@@ -273,14 +275,15 @@ async def _told(work: Awaitable[T]) -> T:
         raise ToolError(str(error)) from error
 
 
-async def _answer(stillroom: "Stillroom", question: str, options: AskOptions) -> Answer:
-    stream = await stillroom.astream(question, options)
-    try:
-        async for _ in stream:
-            pass
-    finally:
-        stream.cancel()  # the client may have gone
-    return stream.answer
+async def _answer(stillroom: "Stillroom", question: str, options: AskOptions, request: Request | None) -> Answer:
+    with admitted(request):
+        stream = await stillroom.astream(question, options)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.cancel()  # the client may have gone
+        return stream.answer
 
 
 def _passage(scored: "ScoredChunk") -> Passage:

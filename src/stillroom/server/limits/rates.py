@@ -8,12 +8,14 @@ body is complete, so that announced bodies take no slots.
 import math
 from asyncio import Future
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,11 +30,13 @@ from stillroom.telemetry.metrics import Metrics
 UPLOADS = ("/v1/documents",)
 """Paths whose bodies may have `server.max_upload_bytes`."""
 GENERATING = ("/v1/chat/completions", "/v1/responses", "/v1/completions")
-"""Paths whose requests take an admission slot."""
+"""Paths whose requests take an admission slot; others take one for a part of their work (`admitted`)."""
 LIMITED = ("/v1/", "/v2/", "/tokenize", "/detokenize", "/mcp")
 """Beginnings of paths to which changes and computations are sent; they count for a caller's limits."""
 BACKGROUND_WORK = "outlasting"
 """Key in the ASGI scope's state: a future that counts as running for its caller after the request has ended."""
+_SLOT = "admission_slot"
+"""Key in the ASGI scope's state: the `_Slot` of a limited request."""
 _RATE_ERROR = "rate_limit_error"
 
 
@@ -102,6 +106,7 @@ class Limits:
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         slot = _Slot(self._admission, self._metrics, caller.tenant)
+        scope["state"][_SLOT] = slot
         if scope["path"] in GENERATING:
             receive.on_end = slot.take
         self._num_running[caller.name] += 1
@@ -109,9 +114,9 @@ class Limits:
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
-            slot.give_back(was_served=status == 200 and is_complete and not scope["state"].get(STREAM_ERROR_STATUS))
             if slot.is_taken and status == 429:
                 self._metrics.count_refused("queue")  # refused by the engine: QueueFullError's status
+            slot.give_back(was_served=status == 200 and is_complete and not scope["state"].get(STREAM_ERROR_STATUS))
             if slot.is_refused and bucket is not None:
                 bucket.level += 1
             outlasting: Future[Any] | None = scope["state"].get(BACKGROUND_WORK)
@@ -180,6 +185,29 @@ class Limits:
         )
 
 
+@contextmanager
+def admitted(request: HTTPConnection | None) -> Iterator[None]:
+    """Hold an admission slot for a part of a request that generates, such as a tool that answers.
+
+    Args:
+        request: None, or one that no `Limits` has seen, takes no slot.
+
+    Raises:
+        EngineClosedError, QueueFullError: as `AdmissionControl.enter`.
+    """
+    slot: _Slot | None = None if request is None else request.scope.get("state", {}).get(_SLOT)
+    if slot is None:
+        yield
+        return
+    slot.take()
+    was_served = False
+    try:
+        yield
+        was_served = True
+    finally:
+        slot.give_back(was_served=was_served)
+
+
 def _cancels(scope: Scope) -> bool:
     """Whether a request cancels a job. Such requests are not limited."""
     is_delete: bool = scope["method"] == "DELETE"
@@ -208,6 +236,7 @@ class _Slot:
 
     def give_back(self, *, was_served: bool) -> None:
         if self.is_taken:
+            self.is_taken = False
             self._admission.leave(self._tenant, was_served=was_served)
 
 
