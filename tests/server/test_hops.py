@@ -26,12 +26,14 @@ class HoppingStillroom(FakeStillroom):
         super().__init__()
         self.hops: tuple[Hop, ...] = HOPS
         self.may_go_on = True
+        self.may_report = True
+        """False: the first search does not end before `may_go_on`."""
         self.was_cancelled = False
 
     async def astreams(self, question: str, options: AskOptions | None = None, *, n: int = 1) -> list[FakeStream]:
         assert options is not None
         for hop in self.hops:
-            if options.on_hop is not None:
+            if options.on_hop is not None and self.may_report:
                 options.on_hop(hop)
             try:
                 while not self.may_go_on:
@@ -92,6 +94,15 @@ def test_client_that_leaves_between_hops_cancels_the_search(is_stream: bool) -> 
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/chat/completions", json=body(), timeout=0.3)
+        until(lambda: stillroom.was_cancelled)
+
+
+def test_client_that_leaves_a_stream_before_its_first_hop_cancels_the_search() -> None:
+    stillroom = HoppingStillroom()
+    stillroom.may_go_on = stillroom.may_report = False
+    with serving(as_stillroom(stillroom)) as url, httpx.Client(base_url=url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=body(stream=True), timeout=0.3)
         until(lambda: stillroom.was_cancelled)
 
 

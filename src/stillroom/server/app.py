@@ -188,11 +188,12 @@ class _Api:
             return await whole_answers(
                 streams, request, lambda answers: chat.whole_completion(answers, model, body, form)
             )
-        asked = AskedQuestion(ask)
-        first = await asked.next_hop()  # an error before it has its own status
+        asked = await unless_left(AskedQuestion(ask).begin(), request)  # an error before it has its own status
+        if asked is None:
+            return left()
         link_to = chat.events_link_to(body, stillroom.config.server, str(request.base_url))
         answers = partial(chat.chat_events, model=model, body=body, events_link_to=link_to)
-        return AnswerEvents([asked], with_hops(asked, first, partial(chat.hop_event, model=model, body=body), answers))
+        return AnswerEvents([asked], with_hops(asked, partial(chat.hop_event, model=model, body=body), answers))
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer from the documents, in the form of OpenAI's Responses API. Nothing is stored."""

@@ -25,10 +25,22 @@ class AskedQuestion:
         self._hops: asyncio.Queue[Hop | None] = asyncio.Queue()
         self._asking = loop.create_task(ask(lambda hop: loop.call_soon_threadsafe(self._hops.put_nowait, hop)))
         self._asking.add_done_callback(lambda _: self._hops.put_nowait(None))
+        self._first: Hop | None = None
 
-    async def next_hop(self) -> Hop | None:
-        """Wait for the next hop; None: the streams exist. Raises as `Stillroom.astreams`; being cancelled cancels the
-        question."""
+    async def begin(self) -> "AskedQuestion":
+        """Wait until the first hop is known or the streams exist. Raises as `Stillroom.astreams`; being cancelled
+        cancels the question."""
+        self._first = await self._next_hop()
+        return self
+
+    async def hops(self) -> AsyncIterator[Hop]:
+        """Yield the hops until the streams exist. Raises as `begin`, whose return is a precondition."""
+        hop = self._first
+        while hop is not None:
+            yield hop
+            hop = await self._next_hop()
+
+    async def _next_hop(self) -> Hop | None:
         try:
             hop = await self._hops.get()
         except BaseException:
@@ -39,7 +51,7 @@ class AskedQuestion:
 
     @property
     def streams(self) -> "Sequence[AsyncAnswerStream]":
-        """Precondition: `next_hop` has returned None."""
+        """Precondition: `hops` has ended."""
         return self._asking.result()
 
     def cancel(self) -> None:
@@ -52,18 +64,11 @@ class AskedQuestion:
 
 async def with_hops(
     asked: AskedQuestion,
-    first: Hop | None,
     hop_event: Callable[[Hop], str],
     answer_events: "Callable[[Sequence[AsyncAnswerStream]], AsyncIterator[str]]",
 ) -> AsyncIterator[str]:
-    """Yield an event for each hop, then those of the answers.
-
-    Args:
-        first: what `next_hop` returned first.
-    """
-    hop = first
-    while hop is not None:
+    """Yield an event for each hop, then those of the answers. Precondition: `AskedQuestion.begin` has returned."""
+    async for hop in asked.hops():
         yield hop_event(hop)
-        hop = await asked.next_hop()
     async for event in answer_events(asked.streams):
         yield event
