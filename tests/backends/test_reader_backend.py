@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stillroom.backends.conversation import Exchange
+from stillroom.backends.reader import reader_backend
 from stillroom.backends.reader.choose import NO_ANSWER, ScoreScale
 from stillroom.backends.reader.reader_backend import answerer
 from stillroom.config.settings import GenerationConfig, RuntimeConfig, StillroomConfig
@@ -214,6 +215,23 @@ def test_a_fork_refuses_instead_of_waiting_for_a_thread_that_it_does_not_have(kn
         "    os._exit(1)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(knowledge), str(folder)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_threads_are_measured_unless_few_questions_are_expected(
+    folder: Path, measures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def seconds(_: object, count: int) -> list[float]:
+        counts.append(count)
+        return [float(count)]  # one thread is the fastest
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(reader_backend, "most_threads", lambda: 2)
+    monkeypatch.setattr(reader_backend, "_seconds", seconds)
+    _, chosen = reader_backend._loaded(RuntimeConfig(), folder, torch.device("cpu"), measures)
+    assert (chosen, counts) == (1, [2, 1] if measures else [])
 
 
 def test_loading_imports_no_library_that_the_reader_does_not_need(folder: Path) -> None:

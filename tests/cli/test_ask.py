@@ -149,6 +149,11 @@ def test_models_are_loaded_before_the_first_question_is_timed(run: Run, opened: 
     assert fake.is_warm
 
 
+def test_only_a_single_question_skips_what_pays_for_many(run: Run, opened: Opened, fake: FakeStillroom) -> None:
+    assert run("ask", QUESTION, QUESTION).code == 0 and not fake.expects_few_questions
+    assert run("ask", QUESTION).code == 0 and fake.expects_few_questions
+
+
 def test_quiet_is_the_answer_and_nothing_else(run: Run, opened: Opened) -> None:
     result = run("ask", QUESTION, "--quiet")
 

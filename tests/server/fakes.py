@@ -218,7 +218,7 @@ class FakeStillroom:
         self.failure: BaseException = StillroomError("the fake failed on purpose")
         self.records = Records(TraceLog(Path("nowhere") / TRACE_FILE, keep=0), lambda chunk_ids: {})
         self.is_closed = self.is_stopped = False
-        self.is_warm = False
+        self.is_warm = self.expects_few_questions = False
         self._running: set[int] = set()
         self._lock = threading.Lock()
         self._count = 0
@@ -228,6 +228,9 @@ class FakeStillroom:
 
     def avoid_torch(self) -> None:
         pass
+
+    def expect_few_questions(self) -> None:
+        self.expects_few_questions = True
 
     # used by the streams
 

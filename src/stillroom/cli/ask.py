@@ -168,6 +168,8 @@ def ask(  # noqa: PLR0913  one parameter per flag
     with opening.open_stillroom(kb, settings) as opened:
         for text in opened.warnings:
             console.note(f"warning: {text}")
+        if not style.is_series:
+            opened.expect_few_questions()
         opened.warm_up()  # keeps loading out of the first question's timing
         for question in _each(questions):
             try:

@@ -77,6 +77,8 @@ class PipelineLoader:
         self._process = os.getpid()
         self.backend: Backend | None = None
         """None until the first question."""
+        self.expects_few_questions = False
+        """See `Stillroom.expect_few_questions`."""
         self._pipeline: Pipeline | None = None
         self._is_closed = False
 
@@ -218,7 +220,7 @@ class PipelineLoader:
         if folder := reader_folder(config.runtime.model):
             from stillroom.backends.reader.reader_backend import build_reader_backend
 
-            return build_reader_backend(config, self._clock, folder)
+            return build_reader_backend(config, self._clock, folder, measures_threads=not self.expects_few_questions)
         from stillroom.backends.local import build_backend
 
         backend = build_backend(config, self._clock, self._kb.path)

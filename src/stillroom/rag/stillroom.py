@@ -152,6 +152,11 @@ class Stillroom:
         ends. Importing torch takes longer than such a search."""
         self._kb.avoid_torch()
 
+    def expect_few_questions(self) -> None:
+        """Let a reader compute with one thread, unless the settings say how many, instead of finding the fastest number
+        when it is loaded: for a process that asks once and ends. Finding it takes longer than an answer."""
+        self._loader.expects_few_questions = True
+
     # Documents
 
     def add(

@@ -180,11 +180,15 @@ def _refuse_schema(schema: Mapping[str, Any] | None) -> None:
         raise UsageError(f"the bundled reader quotes documents and cannot write JSON; {_REMEDY}")
 
 
-def build_reader_backend(config: StillroomConfig, clock: Clock, folder: Path) -> ReaderBackend:
+def build_reader_backend(
+    config: StillroomConfig, clock: Clock, folder: Path, *, measures_threads: bool = True
+) -> ReaderBackend:
     """Load a reader and start its thread.
 
     Args:
         folder: the reader's `config.json` and `model.safetensors`.
+        measures_threads: False computes with one thread, where the number is free, instead of the fastest number:
+            finding that, and starting more threads, takes longer than an answer.
 
     Raises:
         ModelError: the reader, or the packaged embedder that it is built on, cannot be loaded.
@@ -192,7 +196,7 @@ def build_reader_backend(config: StillroomConfig, clock: Clock, folder: Path) ->
     """
     runtime = config.runtime
     device = torch_device(runtime.device)
-    reader, num_threads = run_in_short_lived_thread(lambda: _loaded(runtime, folder, device))
+    reader, num_threads = run_in_short_lived_thread(lambda: _loaded(runtime, folder, device, measures_threads))
     scale = ScoreScale.of(read_json(folder, "config.json"))
     engine = ReaderEngine(
         answerer(reader, scale),
@@ -220,7 +224,7 @@ def answerer(reader: Reader, scale: ScoreScale) -> Callable[[Sequence[ReaderProm
     return answer
 
 
-def _loaded(runtime: RuntimeConfig, folder: Path, device: torch.device) -> tuple[Reader, int]:
+def _loaded(runtime: RuntimeConfig, folder: Path, device: torch.device, measures_threads: bool) -> tuple[Reader, int]:
     """The reader, and the number of threads to compute with."""
     dtype = torch.bfloat16 if has_bfloat16(device.type) else torch.float32
     if runtime.dtype != "auto":
@@ -229,7 +233,9 @@ def _loaded(runtime: RuntimeConfig, folder: Path, device: torch.device) -> tuple
     if not is_free_to_choose(runtime.num_threads, device):
         return reader, runtime.num_threads or torch.get_num_threads()
     most = most_threads()
-    return reader, 1 if most == 1 else choose_count(candidates(most), lambda count: _seconds(reader, count))
+    if most == 1 or not measures_threads:
+        return reader, 1
+    return reader, choose_count(candidates(most), lambda count: _seconds(reader, count))
 
 
 def _seconds(reader: Reader, num_threads: int) -> list[float]:
