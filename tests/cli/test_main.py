@@ -202,7 +202,7 @@ def test_closed_stdout_exits_141_silently() -> None:
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("args", [["list"], pytest.param(["list", "--json"], marks=pytest.mark.slow), ["ask", "why?"]])
+@pytest.mark.parametrize("args", [pytest.param(["list"], marks=pytest.mark.slow), ["list", "--json"], ["ask", "why?"]])
 @pytest.mark.parametrize(
     ("redirection", "reason"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
 )
@@ -268,13 +268,23 @@ def test_undecodable_question_does_not_stop_the_others() -> None:
     assert b"the question is not UTF-8 text" in found.stderr and b"internal" not in found.stderr
 
 
-@pytest.mark.parametrize("args", [("search", b"caf\xe9"), ("ask", b"caf\xe9"), ("search", "x", "--where", b"a = \xe9")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param(("search", b"caf\xe9"), marks=pytest.mark.slow),
+        ("ask", b"caf\xe9"),
+        pytest.param(("search", "x", "--where", b"a = \xe9"), marks=pytest.mark.slow),
+    ],
+)
 def test_undecodable_arguments_exit_2(args: tuple[str | bytes, ...]) -> None:
     found = run_over_a_fake(*args, encoding="utf-8")
     assert found.returncode == 2 and b"is not UTF-8 text" in found.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 143, marks=pytest.mark.slow)],
+)
 def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp_path: Path) -> None:
     program = (
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & has it ignored

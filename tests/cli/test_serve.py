@@ -59,7 +59,7 @@ def launched(*args: str, program: str = PROGRAM) -> Iterator["subprocess.Popen[s
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_stops_a_loading_server_at_once(number: signal.Signals) -> None:
     endless = PROGRAM.replace(
         "file=sys.stderr, flush=True)", "file=sys.stderr, flush=True); threading.Event().wait()", 1
@@ -78,7 +78,7 @@ def test_a_signal_stops_a_loading_server_at_once(number: signal.Signals) -> None
         assert process.stderr.read().endswith("stopped while loading\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_server_announces_readiness_and_stops_on_a_signal(number: signal.Signals) -> None:
     with launched("--port", "0") as process:
         assert process.stderr and process.stdout

@@ -1,7 +1,7 @@
 """The heap against a sorted list, in both directions."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -65,6 +65,7 @@ class MaxHeapMachine(HeapMachine):
 
 TestMinHeap = HeapMachine.TestCase
 TestMaxHeap = MaxHeapMachine.TestCase
+TestMinHeap.settings = TestMaxHeap.settings = settings(max_examples=15, stateful_step_count=40)
 
 
 @given(st.lists(KEYS, max_size=50))

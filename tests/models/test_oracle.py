@@ -145,7 +145,7 @@ def with_all_experts(folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_is_as_close_to_float32_as_in_transformers(
     checkpoint: tuple[Path, Any], dtype: str, tmp_path: Path
 ) -> None:
@@ -227,6 +227,7 @@ def answers(checkpoint: tuple[Path, Any]) -> Answers:
     return list(zip(prompts, expected, strict=True))
 
 
+@pytest.mark.slow  # those of a batch under stress are of the same engine
 def test_64_greedy_tokens_alone_equal_transformers(checkpoint: tuple[Path, Any], answers: Answers) -> None:
     for prompt, expected in answers[:3]:
         run = Run(engine_on(checkpoint[0]))
