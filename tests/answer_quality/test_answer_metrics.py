@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stillroom.answer_quality.answer_metrics import (
     exact_match,
+    jaccard,
     longest_common_subsequence,
     normalised,
     rouge_l,
@@ -20,6 +21,7 @@ words = st.lists(st.sampled_from(["a", "b", "c", "the", "D"]), max_size=7)
 def test_metrics_equal_hand_computed_values() -> None:
     assert normalised("  The Eiffel-Tower, (an) ICON!") == "eiffeltower icon"
     assert exact_match("the Beatles.", ["Beatles", "x"]) == 1.0 and exact_match("Beatle", ["Beatles"]) == 0.0
+    assert jaccard("in May 1998", ["May 18, 1998"]) == pytest.approx(2 / 4) and jaccard("", [""]) == 1.0
     assert word_f1("in May 1998", ["May 18, 1998"]) == pytest.approx(2 * 2 / (3 + 3))
     assert word_f1("b b c", ["b c c d"]) == pytest.approx(2 * 2 / (3 + 4)), (
         "a repeated word counts as often as both texts have it"

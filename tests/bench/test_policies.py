@@ -22,6 +22,8 @@ from stillroom_bench.experiments.policy_choice import (
     run_policy_choice,
 )
 from stillroom_bench.experiments.policy_choice import ARMS as CHOICE_ARMS
+from stillroom_bench.experiments.recorded_policies import ARMS as RECORDED_ARMS
+from stillroom_bench.experiments.recorded_policies import NUM_SEEN, run_recorded_policies
 from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS
 from stillroom_bench.loads.reuse_workloads import (
@@ -35,6 +37,7 @@ from stillroom_bench.loads.reuse_workloads import (
     made_workload,
     retrieved_workload,
     trace_workload,
+    windows_of,
     zipf_exponent,
 )
 
@@ -241,6 +244,33 @@ def test_report_has_every_workload_and_policy(tmp_path: Path) -> None:
     assert all(set(ARMS) < set(row) for row in rows)
     assert len(result.samples.of(DEFAULT, "token_hit_rate")) == 2
     assert len(result.tables["Three tiers, share of prefill seconds saved, each improvement alone"]) == 3
+
+
+def test_windows_are_disjoint_in_order_and_behind_the_first_requests() -> None:
+    whole = workload(*"ABCDEFGHIJ")
+
+    assert [one.asks for one in windows_of(whole, 3, 2, first=1)] == [whole.asks[1:3], whole.asks[4:6], whole.asks[7:9]]
+    assert [one.asks for one in windows_of(whole, 2, 99)] == [whole.asks[:5], whole.asks[5:]]
+    assert windows_of(whole, 3, 2, first=10) == []
+
+
+def test_recorded_requests_on_which_the_default_was_chosen_are_left_out(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    lines = [json.dumps({"hash_ids": [number % 7, number % 3, 9]}) + "\n" for number in range(NUM_SEEN + 40)]
+    options = PoliciesOptions(tmp_path, num_asks=15, repeat=2)
+    (traces / "mooncake_short.jsonl").write_text("".join(lines[:NUM_SEEN]))
+    with pytest.raises(UsageError, match="more than 1,500"):
+        run_recorded_policies(options)
+    (traces / "mooncake_long.jsonl").write_text("".join(lines))
+    rows = run_recorded_policies(options).tables["Recorded requests"]
+
+    assert {row["trace"] for row in rows} == {"mooncake_long"} and len(rows) == 2 * len(RECORDED_ARMS)
+    assert {(row["windows"], row["requests"]) for row in rows} == {(2, 30)}
+    ratios = {row["policy"]: row[f"tokens / {DEFAULT}"] for row in rows if row["fits"] == "20%"}
+    assert ratios["lfu + look-ahead"] == "1 [1, 1]" and ratios["lru"] == "-", "LRU finds nothing in a window"
+    with pytest.raises(UsageError, match="--data"):
+        run_recorded_policies(PoliciesOptions())
 
 
 def test_losses_list_policies_better_than_the_default() -> None:

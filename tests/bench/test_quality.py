@@ -73,6 +73,19 @@ def test_every_arm_is_measured_and_compared(path: Path) -> None:
     assert {PREFIX, SET, "context, alpha 2, focused", "keys not turned, question 30%"} < set(rows)
     assert rows[PREFIX]["same answer"] == rows[alpha_name("question", 2.0)]["same answer"] == "1.000"
     assert float(rows["keys not turned, no recompute"]["KL of first token"]) > 0
+    likeness = {
+        (row["questions"], row["arm"]): row
+        for row in result.tables["Likeness to a full prefill's answer, and relative to no recompute"]
+    }
+    assert likeness["all (2)", PREFIX]["Jaccard"] == "1 [1, 1]" and len(likeness) == 3 * len(rows)
+    assert likeness["all (2)", NONE]["ROUGE-L / no recompute"] == ""
+    foretold = result.tables["What foretells the deviation of no recompute"]
+    assert [row["questions"] for row in foretold] == [2] * 3, "both questions have chunks with a measured impact"
+    ended = result.tables["Layer L* after which recomputation ends out of focus"]
+    assert {row["arm"] for row in ended} == {name for name in rows if name.endswith("ended at L*")} and len(ended) == 6
+    assert rows["question 30%, ended at L*"]["computed again"] <= rows["question 30%"]["computed again"]
+    by_size = result.tables["Same answer as a full prefill, by documents in the prompt"]
+    assert by_size[0]["2 documents (1)"] == "1 [0.207, 1]"
     [supported, *_] = result.tables["Sentences that the documents support"]
     assert supported["arm"] == FULL and supported["sentences"] >= 1
     assert sum(float(supported[mark]) for mark in ("supported", "partly", "unsupported")) == pytest.approx(1, abs=0.01)

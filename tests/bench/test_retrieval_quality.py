@@ -14,10 +14,12 @@ from stillroom.retrieval.hybrid import Candidates
 from stillroom_bench.quality.fusion_arms import OURS, RULES, distribution_based, scaled, standardised
 from stillroom_bench.quality.quality_options import RetrievalOptions
 from stillroom_bench.quality.retrieval_quality import (
+    BY_KIND,
     HELD_OUT,
     LEARNED,
     TRANSFERRED,
     Values,
+    names_entity,
     pairs_of_llmds,
     run_quality,
 )
@@ -49,9 +51,11 @@ def test_every_rule_answers_easy_queries(tmp_path: Path) -> None:
     steps: list[str] = []
     result = run_quality(RetrievalOptions(tuple(sets)), tmp_path / "work", StillroomConfig(), steps.append)
     table = {row["rule"]: row for row in result.tables["ndcg_at_10 per set"]}
-    assert set(table) == {*RULES, LEARNED, HELD_OUT, TRANSFERRED}
+    assert set(table) == {*RULES, LEARNED, BY_KIND, HELD_OUT, TRANSFERRED}
     assert all(row["one"] == row["two"] == row["mean"] == 1.0 for row in table.values())
     assert result.samples.of(f"one/{OURS}", "ndcg_at_10") == [1.0, 1.0], "queries without judgements are omitted"
+    by_kind = result.tables["recall@10: weights by kind of query (llmds Hypothesis 1)"]
+    assert [row["one"] for row in by_kind] == ["0 [0, 0]"] * 2
     tests = result.tables["paired t-tests of nDCG@10 per set, ours against every rule, Holm-corrected within each set"]
     assert {row["significant"] for row in tests} == {"no"}
     assert len(steps) == 4 and len(list((tmp_path / "work").iterdir())) == 2
@@ -127,6 +131,21 @@ def test_broken_data_set_is_refused(
         (dataset / name).write_text(content)
     with pytest.raises(error, match=message):
         run_quality(RetrievalOptions((dataset,)), tmp_path / "work", StillroomConfig())
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("Who wrote it?", False),
+        ("who wrote Emma", True),
+        ("what did I say", False),
+        ("how many in 1971", True),
+        ('meaning of "dry dock"', True),
+        ("", False),
+    ],
+)
+def test_named_entities_of_a_query_are_found(query: str, expected: bool) -> None:
+    assert names_entity(query) is expected
 
 
 def test_pairs_of_llmds_have_the_interval_of_the_mean_difference() -> None:

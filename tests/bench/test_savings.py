@@ -87,6 +87,13 @@ def test_savings_equal_hand_computed_values() -> None:
     assert half == SavingsOutcome(total, other_tokens + 13 + 26 + 48 + 20 + 32, 78, 20)
 
 
+def test_copies_at_the_end_are_those_behind_different_passages() -> None:
+    """Exact reuse keeps A first and behind B, B first and behind A, and C behind A and B."""
+    requests = trace("AB", "BA", "ABC")
+    assert replay(requests, Strategy(), None).num_copies == (2, 2, 1)
+    assert replay(requests, Strategy(ratio=0.0), None).num_copies == (1, 1, 1), "placed passages are not kept again"
+
+
 @given(
     st.lists(
         st.lists(st.sampled_from("ABCDE"), unique=True, min_size=1, max_size=4).map("".join), min_size=1, max_size=12
@@ -112,6 +119,8 @@ def test_report_lists_traces_capacities_and_arms(tmp_path: Path) -> None:
     paths = [tmp_path / "one.json", tmp_path / "two.jsonl"]
     result = run_savings(SavingsOptions(tuple(paths), (0.5,), (0.15,)))
     assert [row["trace"] for row in result.tables["Traces"]] == ["one", "two"]
+    assert [row["first 2 again"] for row in result.tables["Repeated passages"]] == ["0 [0, 0.658]", "0 [0, 0.793]"]
+    assert len(result.tables["Copies kept at the end of the trace"]) == 12
     rows = result.tables["Tokens computed"]
     assert [row["room"] for row in rows] == ["none", *["all"] * 3, *["50%"] * 3] * 2
     assert [row["arm"] for row in rows[:4]] == [FULL, PREFIX, SET, "anywhere, 15% computed again"]

@@ -46,7 +46,9 @@ def test_report_has_every_group_and_its_ratios() -> None:
         "prefix sharing",
         "knowledge tree",
         "scheduling, 15 waiting",
+        "scheduling, 15 submitted",
     }
+    assert result.samples.of("scheduling, 15 submitted/batches of 32", "answered") == [15.0] * 2
     ratio = result.ratio("sketch/Counter", "operation_seconds")
     assert ratio is not None and ratio.value > 0
     assert result.ratio("sketch/stillroom", "operation_seconds") is None

@@ -1,4 +1,4 @@
-"""`python -m training microworld`: train, questions."""
+"""`python -m training microworld`: train, questions, reuse-questions."""
 
 import json
 from collections.abc import Mapping
@@ -65,3 +65,16 @@ def questions(
     from training.microworld.train import write_questions
 
     _say(write_questions(shared, out, num_questions=num_questions, num_chunks=chunks, seed=seed))
+
+
+@app.command()
+def reuse_questions(
+    out: Annotated[Path, typer.Option(help="JSON-lines file to write.")],
+    shared: Shared = SHARED,
+    num_questions: Annotated[int, typer.Option(min=1, help="Number of questions, as many of each kind.")] = 1300,
+    seed: Annotated[int, typer.Option(help="Seed of the worlds.")] = 27,
+) -> None:
+    """Write questions for `stillroom bench quality`, and print the number of each kind."""
+    from training.microworld.reuse_questions import write_reuse_questions
+
+    _say(write_reuse_questions(shared, out, num_questions=num_questions, seed=seed))

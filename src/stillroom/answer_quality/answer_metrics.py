@@ -1,4 +1,7 @@
-"""Answer metrics in [0, 1]: SQuAD exact match, SQuAD word F1, ROUGE-L. The best of several accepted answers counts."""
+"""Answer metrics in [0, 1]: SQuAD exact match, SQuAD word F1, ROUGE-L, Jaccard similarity.
+
+The best of several accepted answers counts.
+"""
 
 import re
 import string
@@ -38,6 +41,16 @@ def rouge_l(answer: str, accepted: Sequence[str]) -> float:
     def score(other: str) -> float:
         found, wanted = _WORD.findall(answer.lower()), _WORD.findall(other.lower())
         return _f1(longest_common_subsequence(found, wanted), len(found), len(wanted))
+
+    return _best(score, accepted)
+
+
+def jaccard(answer: str, accepted: Sequence[str]) -> float:
+    """Return the share of the words of either text that both have (Cache-Craft 5.1.3, for short answers)."""
+
+    def score(other: str) -> float:
+        found, wanted = set(_WORD.findall(answer.lower())), set(_WORD.findall(other.lower()))
+        return len(found & wanted) / len(found | wanted) if found | wanted else 1.0
 
     return _best(score, accepted)
 

@@ -23,6 +23,9 @@ RATIOS = (0.05, 0.15, 0.3, 0.6)
 class QualityArm:
     name: str
     options: AnywhereOptions
+    ends_after: int = 0
+    """Ends recomputation in chunks out of focus once so many layers agree, as Cache-Craft's Algorithm 1 is written
+    (`early_termination`); 0: never."""
 
 
 def arm_name(selector: TokenSelector, ratio: float) -> str:
@@ -33,6 +36,11 @@ def arm_name(selector: TokenSelector, ratio: float) -> str:
 def alpha_name(selector: TokenSelector, alpha: float) -> str:
     """Return the arm name of a selector whose budget is alpha times each document's CFO."""
     return f"{selector}, alpha {alpha:g}"
+
+
+def ended_name(name: str) -> str:
+    """Return the name of an arm that ends recomputation in chunks out of focus at layer L*."""
+    return f"{name}, ended at L*"
 
 
 def quality_arms(
@@ -47,7 +55,7 @@ def quality_arms(
 
     Args:
         focus_window: adds arms with Cache-Craft's Algorithm 1 over this many layers, for the selectors `context` and
-            `question`; 0 adds none.
+            `question`: one that knows the focus before it recomputes, and one that ends at layer L*; 0 adds none.
         has_unturned: adds arms whose keys are not rotated (Cache-Craft Table 3).
     """
     arms = [QualityArm(NONE, AnywhereOptions(0.0, "first"))]
@@ -60,9 +68,12 @@ def quality_arms(
             for ratio in ratios:
                 options = AnywhereOptions(ratio, name, focus_window=focus_window)
                 arms.append(QualityArm(f"{arm_name(name, ratio)}, focused", options))
+                arms.append(QualityArm(ended_name(arm_name(name, ratio)), AnywhereOptions(ratio, name), focus_window))
             for alpha in alphas:
                 options = AnywhereOptions(1.0, name, alpha, focus_window)
                 arms.append(QualityArm(f"{alpha_name(name, alpha)}, focused", options))
+                options = AnywhereOptions(1.0, name, alpha)
+                arms.append(QualityArm(ended_name(alpha_name(name, alpha)), options, focus_window))
     if has_unturned:
         arms.append(QualityArm("keys not turned, no recompute", AnywhereOptions(0.0, "first", rotates_keys=False)))
         for ratio in ratios:

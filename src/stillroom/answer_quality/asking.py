@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from stillroom.answer_quality.answer_metrics import exact_match, rouge_l, word_f1
+from stillroom.answer_quality.answer_metrics import exact_match, jaccard, rouge_l, word_f1
 from stillroom.answer_quality.arms import FULL, PREFIX, RATIOS, SELECTORS, SET, QualityArm
+from stillroom.answer_quality.early_termination import TerminatingModel, Termination
 from stillroom.answer_quality.questions import ChunkQuestion, load_questions
 from stillroom.backends.assembly import KVCache
 from stillroom.backends.engine_building import build_engine, load_configured
@@ -26,7 +27,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import PromptReuse, Reason
 from stillroom.engine.engine import Engine
-from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Reusability
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.models.bundled_models import MICROWORLD
 from stillroom.models.loader import LoadedModel
@@ -86,6 +87,8 @@ class EngineReply:
     """Log probabilities of the first token."""
     reuse: PromptReuse
     ttft_seconds: float
+    termination: Termination | None = None
+    """Of an arm that ends recomputation early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +105,18 @@ class QuestionOutcome:
     """Share of the full prefill's tokens before the first difference."""
     rouge: float
     """ROUGE-L F1 of the answer against the full prefill's."""
+    jaccard: float
+    """Jaccard similarity of the answer's words and the full prefill's."""
     divergence: float
     """KL divergence of the first token from the full prefill's, over its 20 likeliest tokens, in nats."""
     recomputed: float
-    """Share of the placed tokens that was recomputed."""
+    """Share of the placed tokens that was recomputed; a token in some of the layers counts in proportion."""
     ttft_seconds: float
     support: tuple[Support, ...] = ()
     """Of each sentence of the answer by the question's documents, by words only (`rag/citations.py`)."""
+    reusability: Reusability | None = None
+    """Mean overlap and impact over the tokens of the placed documents; None without any, or if not measured."""
+    termination: Termination | None = None
 
 
 def ask_all(
@@ -135,7 +143,7 @@ def ask_all(
         outcomes[FULL].append(bench.judge(question, full, full))
         bench.cache_in_other_context(question, foreign)
         for arm in arms:
-            outcomes[arm.name].append(bench.judge(question, full, bench.ask_anywhere(question, arm.options)))
+            outcomes[arm.name].append(bench.judge(question, full, bench.ask_anywhere(question, arm)))
         if has_exact:  # last, because the other arms could reuse the exact KV that these cache
             for name, chunks in ((PREFIX, question.chunks), (SET, _shuffled(question.chunks))):
                 outcomes.setdefault(name, []).append(bench.judge(question, full, bench.ask_again(question, chunks)))
@@ -167,7 +175,7 @@ class _Asker:
     """Two engines of one model: one without reuse, one whose reuse options change per arm."""
 
     def __init__(self, model: LoadedModel, options: QualityOptions) -> None:
-        self._model = model
+        self._model, self._decoder = model, TerminatingModel(model.decoder)
         self._options = options
         self._prompts = PromptBuilder(model.tokenizer, format_for(model.tokenizer))
         clock, (runtime, reuse) = SystemClock(), engine_settings(options)
@@ -175,7 +183,7 @@ class _Asker:
         self._anywhere: Engine
         self._cache: KVCache
         self._anywhere, self._cache = build_engine(
-            model.decoder,
+            self._decoder,
             runtime,
             clock,
             reuse=reuse,
@@ -196,9 +204,15 @@ class _Asker:
         for index, chunk in enumerate(question.chunks):
             self._ask(self._anywhere, (foreign[index % len(foreign)], chunk), question.question, 1)
 
-    def ask_anywhere(self, question: ChunkQuestion, options: AnywhereOptions) -> EngineReply:
-        self._set(options)
-        return self._ask(self._anywhere, question.chunks, question.question, self._options.max_tokens)
+    def ask_anywhere(self, question: ChunkQuestion, arm: QualityArm) -> EngineReply:
+        self._set(arm.options)
+        if not arm.ends_after:
+            return self._ask(self._anywhere, question.chunks, question.question, self._options.max_tokens)
+        self._decoder.expect(self._prompts.build(question.chunks, question.question, None), arm.ends_after)
+        reply = self._ask(self._anywhere, question.chunks, question.question, self._options.max_tokens)
+        found = replace(reply, termination=self._decoder.termination)
+        self._decoder.expect(None)
+        return found
 
     def ask_again(self, question: ChunkQuestion, chunks: Sequence[Chunk]) -> EngineReply:
         """Answer a prompt whose exact KV was cached by an identical prompt."""
@@ -215,16 +229,20 @@ class _Asker:
         wanted = self._model.tokenizer.decode(full.token_ids)
         same = _num_equal(full.token_ids, reply.token_ids)
         num_placed = sum(one.num_tokens for one in reply.reuse.segments if one.reason is Reason.ANYWHERE)
+        num_saved = 0.0 if reply.termination is None else reply.termination.saved_tokens
         return QuestionOutcome(
             is_right=exact_match(answer, question.answers) if question.answers else math.nan,
             f1=word_f1(answer, question.answers) if question.answers else math.nan,
             agrees=float(full.token_ids == reply.token_ids),
             token_agreement=same / max(len(full.token_ids), 1),
             rouge=rouge_l(answer, [wanted]),
+            jaccard=jaccard(answer, [wanted]),
             divergence=_divergence(full.first, reply.first),
-            recomputed=reply.reuse.num_recomputed_tokens / max(num_placed, 1),
+            recomputed=(reply.reuse.num_recomputed_tokens - num_saved) / max(num_placed, 1),
             ttft_seconds=reply.ttft_seconds,
             support=_support_of(answer, question),
+            reusability=_reusability(reply.reuse),
+            termination=reply.termination,
         )
 
     def _set(self, options: AnywhereOptions | None) -> None:
@@ -262,6 +280,19 @@ def _support_of(answer: str, question: ChunkQuestion) -> tuple[Support, ...]:
     for one in cite(answer, sources, question=question.question):
         found[one.start] = min(found.get(one.start, one.support), one.support, key=order.index)
     return tuple(found.values())
+
+
+def _reusability(reuse: PromptReuse) -> Reusability | None:
+    """Return the mean over the tokens of all placed documents whose impact was measured."""
+    placed = [(one.num_tokens, one.variant) for one in reuse.segments if one.variant is not None]
+    known = [(count, one.overlap, one.impact) for count, one in placed if one.impact is not None]
+    if not known:
+        return None
+    total = sum(count for count, _, _ in known)
+    return Reusability(
+        sum(count * overlap for count, overlap, _ in known) / total,
+        sum(count * impact for count, _, impact in known) / total,
+    )
 
 
 def _num_equal(wanted: Sequence[int], found: Sequence[int]) -> int:

@@ -78,6 +78,7 @@ POLICIES_HELP = help_text(
         "stillroom bench policies",
         "stillroom bench policies --data data --output policies.json",
         "stillroom bench policies --changing --repeat 6",
+        "stillroom bench policies --recorded --data data --requests 600 --repeat 6",
     ),
 )
 
@@ -141,10 +142,10 @@ TIERED_HELP = help_text(
 
 SIMULATE_HELP = help_text(
     "Simulate the papers' experiments at full scale, in minutes: Stillroom's engine on modelled machines.",
-    "Covers RAGCache's Figures 13 to 18 and Tables 2 and 4, and Cache-Craft's Figure 22, as ratios between arms next "
-    "to the paper's. No model runs; costs of computing and loading come from data files that give the source of every "
-    "number. --validate runs one workload on a small model and compares the measurement with the simulation. How to "
-    "read it: docs/simulate-bench.md.",
+    "Covers RAGCache's Figures 13 to 18 and Tables 2 and 4, and Cache-Craft's Figures 22 to 24, as ratios between arms "
+    "next to the paper's. No model runs; costs of computing and loading come from data files that give the source of "
+    "every number. --validate runs one workload on a small model and compares the measurement with the simulation. How "
+    "to read it: docs/simulate-bench.md.",
     examples=(
         "stillroom bench simulate",
         "stillroom bench simulate --experiment policies --experiment reordering --output simulate.json",
@@ -230,7 +231,12 @@ def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":
 def _policies(chosen: options.PoliciesOptions, call: Call) -> "BenchResult":
     from stillroom_bench.experiments.policies import run_policies
     from stillroom_bench.experiments.policy_choice import run_policy_choice
+    from stillroom_bench.experiments.recorded_policies import run_recorded_policies
 
+    if chosen.changing and chosen.recorded:
+        raise UsageError("--changing and --recorded are two benchmarks; choose one")
+    if chosen.recorded:
+        return run_recorded_policies(chosen, call.say)
     return (run_policy_choice if chosen.changing else run_policies)(chosen, call.say)
 
 

@@ -146,8 +146,9 @@ SAVINGS_HELP = help_text(
     "Count the prompt tokens that reuse saves when searches return the same passages again.",
     "Compared are prefix caching, prefix caching with reordered passages (Cache-Craft's SET-CACHE), and reuse at any "
     "position. The knowledge tree makes the decisions; no KV is computed. A trace is JSON with `retrieved_docs` (a "
-    "list of texts per request), or JSON lines with one such list each. Results are deterministic, because nothing is "
-    "timed. How to read it: docs/chunk-reuse.md.",
+    "list of texts per request), or JSON lines with one such list each. Also counts how often the searches return the "
+    "same passages, alone and in the same order. Results are deterministic, because nothing is timed. How to read it: "
+    "docs/chunk-reuse.md.",
     examples=(
         "stillroom bench savings --trace rag.json",
         "stillroom bench savings --trace one.json --trace two.jsonl --capacity 0.2 --ratio 0.15 --output savings.json",

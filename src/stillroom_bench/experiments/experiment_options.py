@@ -24,8 +24,8 @@ from stillroom_bench.loads.popularity import CURVES, Companions
 SYSTEM_TOKENS = 32
 """Tokens of the system prompt of `bench anywhere` and `bench preloading`."""
 EXPERIMENTS = (
-    "overall, top-k, large-models, policies, reordering, speculation, scheduling, cache-craft or held-out (what was no "
-    "input of the models)"
+    "overall, top-k, large-models, policies, reordering, speculation, scheduling, cache-craft, cache-craft-times, "
+    "prefix-costs or held-out (what was no input of the models)"
 )
 OFF = "off"
 DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
@@ -68,6 +68,11 @@ class PoliciesOptions:
         False,
         "Instead, compare where costs per token differ and popular documents change, and under reuse at any position; "
         "give --repeat for intervals.",
+    )
+    recorded: bool = flag(
+        False,
+        "Instead, replay windows of --requests requests of the traces in --data that nothing was chosen on, --repeat "
+        "of each.",
     )
 
 

@@ -95,7 +95,7 @@ def run_policy_choice(options: PoliciesOptions, on_progress: Callable[[str], Non
             found = {
                 arm: [replay(load, Capacity(ROOM), setup, profile) for load in loads] for arm, setup in ARMS.items()
             }
-            rows += _rows({"costs": name, "popular documents change": changes}, found, "pgdsf")
+            rows += compared_rows({"costs": name, "popular documents change": changes}, found, "pgdsf")
     anywhere: list[dict[str, Any]] = []
     for popularity in (MMLU_LIKE, NQ_LIKE):
         num_asks = min(NUM_ASKS_ANYWHERE, options.num_asks)
@@ -105,7 +105,7 @@ def run_policy_choice(options: PoliciesOptions, on_progress: Callable[[str], Non
             found = {
                 arm: [replay(load, Capacity(room), setup) for load in loads] for arm, setup in ANYWHERE_ARMS.items()
             }
-            anywhere += _rows({"workload": loads[0].name, "fits": share_name(room)}, found, "reusability")
+            anywhere += compared_rows({"workload": loads[0].name, "fits": share_name(room)}, found, "reusability")
     return BenchResult(
         "stillroom bench policies --changing",
         environment,
@@ -116,8 +116,13 @@ def run_policy_choice(options: PoliciesOptions, on_progress: Callable[[str], Non
     )
 
 
-def _rows(head: Mapping[str, Any], found: Mapping[str, Sequence[PolicyOutcome]], baseline: str) -> list[dict[str, Any]]:
-    """Return a row per arm: means over the seeds, and ratios to the baseline."""
+def compared_rows(
+    head: Mapping[str, Any], found: Mapping[str, Sequence[PolicyOutcome]], baseline: str
+) -> list[dict[str, Any]]:
+    """Return a row per arm: means over the repetitions, and ratios to the baseline with intervals over the pairs.
+
+    A ratio is `-` if an arm found nothing in a repetition.
+    """
 
     def values(arm: str, name: str) -> list[float]:
         return [float(getattr(one, name)) for one in found[arm]]

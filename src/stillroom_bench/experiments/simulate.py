@@ -1,4 +1,4 @@
-"""`stillroom bench simulate`: RAGCache's Figures 13 to 19 and Tables 2 to 4, and Cache-Craft's Figure 22, simulated.
+"""`stillroom bench simulate`: RAGCache's Figures 13 to 19 and Tables 2 to 4, Cache-Craft's Figures 22 to 24, simulated.
 
 Results are ratios between arms next to the paper's. Stillroom's engine, scheduler, tree and policies run on modelled
 machines (`machines.py`) with a virtual clock, so everything but the scheduling time is deterministic. How to read it:
@@ -6,36 +6,31 @@ docs/simulate-bench.md
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from stillroom.config.settings import EvictionPolicy, ReuseConfig
 from stillroom.errors import UsageError
-from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments.experiment_options import SimulateOptions
 from stillroom_bench.experiments.held_out import held_out
-from stillroom_bench.experiments.machines import load_machine
 from stillroom_bench.experiments.reuse_figures import sustained_rate
+from stillroom_bench.experiments.simulate_cache_craft import cache_craft, cache_craft_times, prefix_costs
 from stillroom_bench.experiments.simulate_speculation import speculation
 from stillroom_bench.experiments.simulated_cases import (
     OVERLOAD,
-    QUESTION_TOKENS,
     RATES,
     SGLANG,
-    SYSTEM_TOKENS,
     VLLM,
     Case,
     Say,
     Tables,
-    hardware_of,
     ragcache_case,
 )
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.loads.reuse_traffic import Pool, ReuseTraffic
 
 GIB = 2**30
 MODERATE = 0.67
@@ -199,61 +194,6 @@ def scheduling(options: SimulateOptions, say: Say) -> Tables:
     return {"Table 4: deciding a step and what follows from its result": rows}
 
 
-_CHUNKS, _ANSWER = 5, 24
-FIGURE_22 = {
-    "llama3-8b-a100": {"anywhere 0%": ("1.9", "3.3"), "anywhere 30%": ("1.6", "2.1")},
-    "llama3-70b-4xa100": {"anywhere 0%": ("2.0", "3.3"), "anywhere 30%": ("1.6", "2.0")},
-}
-"""Throughput and response speed as multiples of those of prefix caching, under heavy load (Cache-Craft 5.3.1)."""
-_HEAVY = 0.95
-"""Share of the maximum throughput of prefix caching."""
-
-
-def cache_craft(options: SimulateOptions, say: Say) -> Tables:
-    """Cache-Craft Figure 22 under heavy load: five chunks, prompts of about 3,300 tokens, answers of 24 tokens.
-
-    With these lengths, prefill takes about 55 % of a request on four A100 (2.2). Arms: exact prefixes on the device,
-    and reuse at any position with device and host tiers.
-    """
-    rows = []
-    for name, papers in FIGURE_22.items():
-        machine = load_machine(name)
-        traffic = ReuseTraffic(chunk_pool(options.num_documents, options.seed), "nq", _CHUNKS, "drawn", options.seed)
-        case = Case(machine, hardware_of(machine, max_seqs=32, max_tokens=_ANSWER), traffic, options)
-        exact = ReuseConfig(host_bytes=int(machine["machine.host_bytes"]), disk_bytes=0)
-        arms = {"prefix cache": SGLANG}
-        for arm, ratio in (("anywhere 0%", 0.0), ("anywhere 30%", 0.3)):
-            arms[arm] = EnginePolicy(reuse=replace(exact, mode="anywhere", recompute_ratio=ratio, audit_share=0.0))
-        all_at_once = {arm: case.run(system, [1e9])[0] for arm, system in arms.items()}
-        say(f"{name}, all at once")
-        most = {arm: options.num_requests / one.wall_seconds for arm, one in all_at_once.items()}
-        rate = _HEAVY * most["prefix cache"]
-        found = {arm: case.run(system, [rate])[0] for arm, system in arms.items()}
-        say(f"{name}, {rate:.2f} requests per second")
-        slow = float(np.mean(found["prefix cache"].response_seconds))
-        for arm, outcome in found.items():
-            row: dict[str, Any] = {"machine": name, "arm": arm}
-            row |= {"kept tokens": f"{outcome.num_kept_tokens / outcome.num_tokens:.0%}"}
-            row |= {"requests/s at most": most[arm], "x": most[arm] / most["prefix cache"]}
-            row |= {"paper": papers.get(arm, ("", ""))[0], "response s": float(np.mean(outcome.response_seconds))}
-            row |= {"times faster": slow / float(np.mean(outcome.response_seconds))}
-            rows.append(row | {"paper response": papers.get(arm, ("", ""))[1]})
-    return {"Cache-Craft Figure 22, heavy load": rows}
-
-
-def chunk_pool(size: int, seed: int) -> Pool:
-    """Make chunks of log-normal length, so that prompts of five have about 3,300 tokens, Sys-X's median (5.1.2)."""
-    rng = np.random.default_rng([seed, 1])
-    mean = (3300 - SYSTEM_TOKENS - QUESTION_TOKENS) / _CHUNKS
-    lengths = np.clip(rng.lognormal(np.log(mean) - 0.18, 0.6, size), 64, 1500).astype(int)
-
-    def text(length: int) -> tuple[int, ...]:
-        return tuple(rng.integers(1, 256, size=length).tolist())
-
-    chunks = tuple(text(length) for length in lengths.tolist())
-    return Pool(text(SYSTEM_TOKENS), chunks, tuple((text(QUESTION_TOKENS),) for _ in chunks))
-
-
 EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
     "overall": overall,
     "top-k": top_k,
@@ -263,6 +203,8 @@ EXPERIMENTS: dict[str, Callable[[SimulateOptions, Say], Tables]] = {
     "speculation": speculation,
     "scheduling": scheduling,
     "cache-craft": cache_craft,
+    "cache-craft-times": cache_craft_times,
+    "prefix-costs": prefix_costs,
     "held-out": held_out,
 }
 

@@ -140,6 +140,26 @@ def bootstrapped(values: FloatArray, *, seed: int = 0, num_resamples: int = 2000
     return Interval(float(values.mean()), float(low), float(high))
 
 
+def rank_correlation(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Interval | None:
+    """Return Spearman's rank correlation with a percentile bootstrap interval of 1,000 resamples.
+
+    None if there are fewer than three pairs, or if all values of one side are equal.
+    """
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    assert a.size == b.size
+    if a.size < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+
+    def rho(own: FloatArray, other: FloatArray) -> float:
+        if np.ptp(own) == 0 or np.ptp(other) == 0:
+            return math.nan
+        return float(np.corrcoef(stats.rankdata(own), stats.rankdata(other))[0, 1])
+
+    draws = np.random.default_rng(seed).integers(0, a.size, size=(1000, a.size))
+    low, high = np.nanpercentile([rho(a[rows], b[rows]) for rows in draws], [2.5, 97.5])
+    return Interval(rho(a, b), float(low), float(high))
+
+
 def ratio_of_medians(
     numerator: Sequence[float], denominator: Sequence[float], *, seed: int = 0, num_resamples: int = 5000
 ) -> Interval:

@@ -157,8 +157,8 @@ class PolicyOutcome:
 
     @property
     def document_hit_rate(self) -> float:
-        """Share of documents that were reused: the hit rate of RAGCache 7.3."""
-        return self.num_hit_documents / self.num_documents
+        """Share of documents that were reused: the hit rate of RAGCache 7.3; 0 where prompts have no documents."""
+        return self.num_hit_documents / self.num_documents if self.num_documents else 0.0
 
 
 def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: CostProfile = PROFILE) -> PolicyOutcome:

@@ -8,8 +8,9 @@ of documents instead of their text, since only equality matters here.
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,15 @@ class Lengths:
         """Draw lengths of at least 32 tokens."""
         drawn = rng.lognormal(np.log(self.median), self.spread, count)
         return np.clip(drawn, 32, self.most).astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def windows_of(workload: ReuseWorkload, count: int, size: int, *, first: int = 0) -> list[ReuseWorkload]:
+    """Return `count` disjoint windows of at most `size` consecutive requests, at equal distances from request `first`
+    on; fewer if there are not enough requests."""
+    left = len(workload.asks) - first
+    count = max(0, min(count, left))
+    starts = [first + number * left // count for number in range(count)] + [len(workload.asks)]
+    return [replace(workload, asks=workload.asks[start : min(start + size, end)]) for start, end in pairwise(starts)]
 
 
 def changing_workload(

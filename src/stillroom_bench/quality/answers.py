@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from stillroom.answer_quality.arms import (
     FULL,
+    NONE,
     OURS,
     alpha_name,
     arm_name,
@@ -21,7 +24,7 @@ from stillroom.rag.answer import Support
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.statistics import paired_tests
+from stillroom_bench.instrument.statistics import bootstrapped, paired_tests, rank_correlation, ratio_of_means, wilson
 
 _NOTE = (
     "TTFT is the median over the questions, whose arms ran one after the other; it is meaningful only if a prefill "
@@ -73,12 +76,16 @@ def run_quality(
         "Exact match": _by_kind(outcomes, kinds, "is_right"),
         "F1 of words": _by_kind(outcomes, kinds, "f1"),
         "Against a full prefill": _against_full(outcomes),
+        "Likeness to a full prefill's answer, and relative to no recompute": _gains(outcomes, kinds),
+        f"What foretells the deviation of {NONE}": _foretelling(outcomes[NONE]),
         "Sentences that the documents support": _support(outcomes),
         f"{OURS} against each other selector, same budget": _tests(outcomes, kinds, options),
     }
+    if ended := _terminations(outcomes):
+        tables["Layer L* after which recomputation ends out of focus"] = ended
     sizes = [f"{len(question.chunks)} documents" for question in questions]
     if len(set(sizes)) > 1:
-        tables["Same answer as a full prefill, by documents in the prompt"] = _by_kind(outcomes, sizes, "agrees")
+        tables["Same answer as a full prefill, by documents in the prompt"] = _by_size(outcomes, sizes)
     return BenchResult(
         "stillroom bench quality",
         environment,
@@ -111,6 +118,18 @@ def _by_kind(outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], f
     return rows
 
 
+def _by_size(outcomes: dict[str, list[QuestionOutcome]], sizes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row per arm and a column per number of documents, with Wilson's intervals (Cache-Craft Figure 27)."""
+    rows = []
+    for name, found in outcomes.items():
+        row: dict[str, Any] = {"arm": name}
+        for size in sorted(set(sizes), key=lambda one: int(one.split()[0])):
+            agrees = [outcome.agrees for outcome, one in zip(found, sizes, strict=True) if one == size]
+            row[f"{size} ({len(agrees)})"] = str(wilson(int(sum(agrees)), len(agrees)))
+        rows.append(row)
+    return rows
+
+
 def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]:
     full = _mean(outcomes[FULL], "is_right")
     return [
@@ -129,6 +148,64 @@ def _against_full(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, 
     ]
 
 
+def _gains(outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row per kind and arm: ROUGE-L and Jaccard similarity against the full prefill, with 95 % intervals over
+    the questions, and their ratios to the arm that recomputes nothing (Cache-Craft Figures 20 and 21)."""
+    rows = []
+    for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
+        chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]
+        for name in (name for name in outcomes if name != FULL):
+            row: dict[str, Any] = {"questions": f"{kind} ({len(chosen)})", "arm": name}
+            for title, field in (("ROUGE-L", "rouge"), ("Jaccard", "jaccard")):
+                own, none = (
+                    np.array([getattr(outcomes[arm][index], field) for index in chosen]) for arm in (name, NONE)
+                )
+                ratio = ratio_of_means(own.tolist(), none.tolist(), block=1)
+                row[title] = str(bootstrapped(own))
+                row[f"{title} / {NONE}"] = (
+                    "" if name == NONE or not ratio.is_finite or math.isnan(ratio.high) else str(ratio)
+                )
+            rows.append(row)
+    return rows
+
+
+def _foretelling(found: Sequence[QuestionOutcome]) -> list[dict[str, Any]]:
+    """Return the rank correlation over the questions of what is known of the placed copies before they are used, with
+    how far the first token and the answer then are from a full prefill's (Cache-Craft Figure 12)."""
+    known = [(one, one.reusability) for one in found if one.reusability is not None]
+    deviations = {
+        "KL of first token": [one.divergence for one, _ in known],
+        "1 - ROUGE-L": [1 - one.rouge for one, _ in known],
+    }
+    scores = {
+        "impact (CCI)": [one.impact or 0.0 for _, one in known],
+        "1 - overlap (beta')": [1 - one.overlap for _, one in known],
+        "CFO": [one.overhead for _, one in known],
+    }
+    rows = []
+    for name, values in scores.items():
+        row: dict[str, Any] = {"score": name, "questions": len(known)}
+        for title, deviation in deviations.items():
+            found_interval = rank_correlation(values, deviation)
+            row[f"Spearman, {title}"] = "one value" if found_interval is None else str(found_interval)
+        rows.append(row)
+    return rows
+
+
+def _terminations(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]:
+    """Return for each arm that ends early the share of the questions by L* (Cache-Craft Figure 17)."""
+    rows = []
+    for name, found in outcomes.items():
+        ended = [one.termination for one in found if one.termination is not None]
+        if not ended:
+            continue
+        row: dict[str, Any] = {"arm": name, "questions": len(ended)}
+        for layer in range(1, ended[0].num_layers + 1):
+            row[f"layer {layer}"] = str(wilson(sum(one.layer == layer for one in ended), len(ended)))
+        rows.append(row | {"ended tokens, mean": f"{fmean(one.num_ended for one in ended):.1f}"})
+    return rows
+
+
 def _support(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]:
     rows = []
     for name, found in outcomes.items():
@@ -141,8 +218,10 @@ def _support(outcomes: dict[str, list[QuestionOutcome]]) -> list[dict[str, Any]]
 def _tests(
     outcomes: dict[str, list[QuestionOutcome]], kinds: Sequence[str], options: QualityOptions
 ) -> list[dict[str, Any]]:
-    """Return paired t-tests of exact match, or of agreement if no answers are known, Holm-corrected over the table."""
-    field = "agrees" if any(math.isnan(one.is_right) for one in outcomes[FULL]) else "is_right"
+    """Return paired t-tests of exact match, Holm-corrected over the table; of agreement with the full prefill if
+    answers are not known, or if it answers none right."""
+    right = [one.is_right for one in outcomes[FULL]]
+    field = "agrees" if any(map(math.isnan, right)) or not any(right) else "is_right"
     pairs = {}
     for kind in [*sorted(set(kinds)), "all"] if len(set(kinds)) > 1 else ["all"]:
         chosen = [index for index, one in enumerate(kinds) if kind in (one, "all")]

@@ -1,11 +1,13 @@
 """`stillroom bench retrieval`: every fusion rule on every data set, with significance tests (llmds Tables 6 and 9).
 
-Candidates are searched once per query and fused by all rules. Three rows have learned parameters, never learned from
-the queries they are tested on: "learned linear" by five-fold cross-validation within each set; Stillroom's rule by
-five-fold cross-validation with one weight for all sets; and Stillroom's rule with the weight that is best on all other
-sets, which tests whether the weight transfers to other kinds of documents.
+Candidates are searched once per query and fused by all rules. Four rows have learned parameters, never learned from
+the queries they are tested on: "learned linear" by five-fold cross-validation within each set, with one weight and with
+one for each kind of query (llmds Hypothesis 1); Stillroom's rule by five-fold cross-validation with one weight for all
+sets; and Stillroom's rule with the weight that is best on all other sets, which tests whether the weight transfers to
+other kinds of documents.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +35,10 @@ from stillroom_bench.quality.quality_options import RetrievalOptions
 NUM_CANDIDATES = 100
 NUM_FOLDS = 5
 LEARNED = "learned linear (5-fold)"
+BY_KIND = "learned linear by kind of query (5-fold)"
 HELD_OUT = "convex, weight from other queries"
 TRANSFERRED = "convex, weight from other sets"
-_MAIN = "ndcg_at_10"
+_MAIN, _RECALL = "ndcg_at_10", "recall_at_10"
 _NASF, _EQUAL = "NASF (llmds 3.3)", "min-max, weight 0.5"
 
 Values = dict[str, NDArray[np.float64]]
@@ -53,6 +56,8 @@ class _Dataset:
     qrels: Qrels
     candidates: dict[str, Candidates]
     """Query id -> candidates, for queries with a relevant document."""
+    names_entity: NDArray[np.bool_]
+    """Whether each of these queries names an entity."""
     records: dict[ChunkId, str]
 
     def run(self, rule: Rule) -> dict[str, list[str]]:
@@ -90,7 +95,10 @@ def run_quality(
     values = {dataset.name: {name: dataset.measure(rule) for name, rule in RULES.items()} for dataset in loaded}
     notes = []
     for dataset in loaded:
-        values[dataset.name][LEARNED] = _cross_validated(dataset, seed)
+        one_kind = np.zeros(len(dataset.candidates), dtype=bool)
+        values[dataset.name][LEARNED] = _cross_validated(dataset, one_kind, seed)
+        values[dataset.name][BY_KIND] = _cross_validated(dataset, dataset.names_entity, seed)
+        notes.append(f"{dataset.name}: {dataset.names_entity.mean():.0%} of the queries name an entity")
     on_step("choosing parameters on other queries and other sets")
     grids = {d.name: {weight: d.measure(weighted_convex(weight)) for weight in CONVEX_WEIGHTS} for d in loaded}
     for name, held_out in _held_out(grids, seed).items():
@@ -105,6 +113,7 @@ def run_quality(
         values
     )
     tables["nDCG@10: the pairs of llmds Tables 6 and 9"] = pairs_of_llmds(values)
+    tables["recall@10: weights by kind of query (llmds Hypothesis 1)"] = weights_by_kind(values)
     if len(loaded) > 1:
         tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
     parameters = {"datasets": [d.name for d in loaded], "split": split, "num_candidates": NUM_CANDIDATES, "seed": seed}
@@ -124,20 +133,34 @@ def _search(path: Path, work_dir: Path, config: StillroomConfig, split: str) -> 
     with open_knowledge_base(path, work_dir, config) as kb:
         found = {query: kb.candidates(text, NUM_CANDIDATES) for query, text in queries.items()}
         ids = sorted({chunk_id for candidates in found.values() for chunk_id in candidates.cosines})
-        return _Dataset(path.name, qrels, found, kb.record_ids(ids))
+        names = np.array([names_entity(text) for text in queries.values()])
+        return _Dataset(path.name, qrels, found, names, kb.record_ids(ids))
 
 
-def _cross_validated(dataset: _Dataset, seed: int) -> Values:
-    """Evaluate each query with the weight that is best on the other folds."""
+def names_entity(query: str) -> bool:
+    """Return whether a query names an entity: a later word that begins with a capital, a number, or words in quotes.
+
+    Rules in place of the recogniser that llmds Hypothesis 1 plans.
+    """
+    later = query.split()[1:]
+    return any(word[0].isupper() and word != "I" for word in later) or bool(_NUMBER_OR_QUOTE.search(query))
+
+
+_NUMBER_OR_QUOTE = re.compile(r"\d|\"[^\"]+\"")
+
+
+def _cross_validated(dataset: _Dataset, kinds: NDArray[np.bool_], seed: int) -> Values:
+    """Evaluate each query with the weight that is best for its kind on the other folds."""
     by_alpha = {alpha: dataset.measure(learned(alpha)) for alpha in ALPHAS}
     count = len(dataset.candidates)
     folds = np.random.default_rng(seed).permutation(count) % NUM_FOLDS
     chosen = {metric: np.zeros(count) for metric in METRICS}
     for fold in range(NUM_FOLDS):
-        inside = folds == fold
-        best = max(ALPHAS, key=lambda alpha: float(by_alpha[alpha][_MAIN][~inside].mean()) if (~inside).any() else 0.0)
-        for metric in METRICS:
-            chosen[metric][inside] = by_alpha[best][metric][inside]
+        for kind in (False, True):
+            inside, outside = (folds == fold) & (kinds == kind), (folds != fold) & (kinds == kind)
+            best = max(ALPHAS, key=lambda alpha: by_alpha[alpha][_MAIN][outside].sum())
+            for metric in METRICS:
+                chosen[metric][inside] = by_alpha[best][metric][inside]
     return chosen
 
 
@@ -230,25 +253,35 @@ def _stratified(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
     ]
 
 
-def _mean_gap(values: dict[str, dict[str, Values]], first: str, second: str) -> tuple[float, float]:
-    """Return the difference of two rules' nDCG@10, mean over the sets, and its standard error; NaN for a set of one
-    question."""
-    gaps = [rules[first][_MAIN] - rules[second][_MAIN] for rules in values.values()]
+def _mean_gap(
+    values: dict[str, dict[str, Values]], first: str, second: str, metric: str = _MAIN
+) -> tuple[float, float]:
+    """Return the difference of two rules, mean over the sets, and its standard error; NaN for a set of one question."""
+    gaps = [rules[first][metric] - rules[second][metric] for rules in values.values()]
     variances = [gap.var(ddof=1) / gap.size if gap.size > 1 else np.nan for gap in gaps]
     error = float(np.sqrt(sum(variances))) / len(gaps)
     return float(np.mean([gap.mean() for gap in gaps])), error
 
 
 def pairs_of_llmds(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
-    """Return the differences that llmds claims (Tables 6 and 9), with 95 % intervals over the questions."""
-    rows = []
-    for other, claim in (("naive sum", "+7 points"), ("RRF", "+3 points, p = 0.12"), (_EQUAL, "+2 to +4 points")):
-        row: dict[str, Any] = {"difference": f"{_NASF} - {other}", "paper (recall@10)": claim}
-        for name, chosen in [("mean of the sets", values), *((name, {name: values[name]}) for name in values)]:
-            mean, error = _mean_gap(chosen, _NASF, other)
-            row[name] = str(Interval(mean, mean - 1.96 * error, mean + 1.96 * error))
-        rows.append(row)
-    return rows
+    """Return the differences in nDCG@10 that llmds claims (Tables 6 and 9), with 95 % intervals over the questions."""
+    claims = (("naive sum", "+7 points"), ("RRF", "+3 points, p = 0.12"), (_EQUAL, "+2 to +4 points"))
+    return [_gaps(values, _NASF, other, claim, _MAIN) for other, claim in claims]
+
+
+def weights_by_kind(values: dict[str, dict[str, Values]]) -> list[dict[str, Any]]:
+    """Return the differences in recall@10 of weights by kind of query (llmds Hypothesis 1), as `pairs_of_llmds`."""
+    claims = ((_NASF, "+5 to +10 % expected"), (LEARNED, ""))
+    return [_gaps(values, BY_KIND, other, claim, _RECALL) for other, claim in claims]
+
+
+def _gaps(values: dict[str, dict[str, Values]], first: str, second: str, claim: str, metric: str) -> dict[str, Any]:
+    """Return a row of the differences of two rules: the mean of the sets, and each set."""
+    row: dict[str, Any] = {"difference": f"{first} - {second}", "paper (recall@10)": claim}
+    for name, chosen in [("mean of the sets", values), *((name, {name: values[name]}) for name in values)]:
+        mean, error = _mean_gap(chosen, first, second, metric)
+        row[name] = str(Interval(mean, mean - 1.96 * error, mean + 1.96 * error))
+    return row
 
 
 def _samples(values: dict[str, dict[str, Values]]) -> Samples:

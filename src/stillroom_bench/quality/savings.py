@@ -6,7 +6,7 @@ docs/chunk-reuse.md
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,8 @@ from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
+from stillroom_bench.instrument.statistics import wilson
+from stillroom_bench.loads.passage_repetition import repeated_prefixes, sources, top_passages
 from stillroom_bench.loads.policy_replay import PROFILE, NoMover, serve
 from stillroom_bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
@@ -39,6 +41,9 @@ _NOTES = (
     "which has 32 tokens if its text is unknown.",
     "Redundant tokens are those of passages that an earlier request contained. The query pass before selective "
     "recomputation is included in the computed tokens.",
+    "Repeated passages: the top 5 % of the distinct passages are chosen on the same requests. `first 3 again`: share "
+    "of requests whose first three passages, in this order, began an earlier request. Sources: the fewest earlier "
+    "requests that together retrieved all passages of a request. Intervals: Wilson's, 95 %, over requests.",
     "Room: share of all distinct passages that fits on the device next to the longest prompt; there is no other tier.",
 )
 
@@ -103,6 +108,8 @@ class SavingsOutcome:
     num_redundant: int = 0
     """Tokens of passages that an earlier request contained."""
     num_redundant_computed: int = 0
+    num_copies: tuple[int, ...] = field(default=(), compare=False)
+    """Kept copies at the end of each passage that has any, most first; each stands behind other passages."""
 
 
 def run_savings(options: SavingsOptions, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
@@ -118,15 +125,22 @@ def run_savings(options: SavingsOptions, on_progress: Callable[[str], None] = la
         raise UsageError("two traces have the same name, which identifies them in the report; rename one")
     strategies = {PREFIX: Strategy(), SET: Strategy(reorders=True)}
     strategies |= {f"anywhere, {share_name(ratio)} computed again": Strategy(ratio=ratio) for ratio in ratios}
-    rows = []
+    rows, kept = [], []
     for trace in loaded:
         rows.append(_row(trace.name, "none", FULL, full_recompute(trace), None))
         for capacity in (None, *capacities):
             room = "all" if capacity is None else share_name(capacity)
             on_progress(f"{trace.name}, room for {room}")
             found = {name: replay(trace, strategy, capacity) for name, strategy in strategies.items()}
+            kept += [_copies(trace.name, room, name, outcome) for name, outcome in found.items()]
             rows += [_row(trace.name, room, name, outcome, found[PREFIX]) for name, outcome in found.items()]
-    tables = {"Traces": [trace.facts() for trace in loaded], "Tokens computed": rows}
+        on_progress(f"{trace.name}, repetition")
+    tables = {
+        "Traces": [trace.facts() for trace in loaded],
+        "Repeated passages": [_repetition(trace) for trace in loaded],
+        "Tokens computed": rows,
+        "Copies kept at the end of the trace": kept,
+    }
     parameters = {"capacities": list(capacities), "ratios": list(ratios), "block_size": BLOCK_SIZE}
     return BenchResult("stillroom bench savings", environment, parameters, Samples(), notes=list(_NOTES), tables=tables)
 
@@ -154,6 +168,9 @@ def replay(trace: Trace, strategy: Strategy, capacity: float | None) -> SavingsO
             if one.kind is SegmentKind.CHUNK and one.source is not None
         )
     outcome.num_redundant_computed += outcome.num_redundant
+    kept = {piece.content for one in trace.requests for piece in _ask(one, one.documents).pieces[1:]}
+    copies = (sum(node.tier is not None for node in tree.variants(content)) for content in kept)
+    outcome.num_copies = tuple(sorted((count for count in copies if count), reverse=True))
     return outcome
 
 
@@ -203,6 +220,39 @@ def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:
     outcome.num_tokens += SYSTEM_TOKENS + sum(lengths) + request.question_tokens
     outcome.num_redundant += sum(length for text, length in pairs if text in seen)
     seen.update(request.documents)
+
+
+def _repetition(trace: Trace) -> dict[str, Any]:
+    """Return how often the trace retrieves the same passages again (Cache-Craft Figures 3, 6 and 8a)."""
+    requests = [one.documents for one in trace.requests]
+    top, found = top_passages(requests), sources(requests)
+    longest = max(map(len, requests))
+    row: dict[str, Any] = {
+        "trace": trace.name,
+        "top 5 % of passages, of retrieved": str(top.of_slots),
+        "requests with one of them": str(top.of_requests),
+    }
+    for length in range(1, longest + 1):
+        row[f"first {length} again"] = str(repeated_prefixes(requests, length))
+    row["all passages seen"] = 0 if found is None else found.num_requests
+    row["of these, from one request"] = "" if found is None else str(found.of_one)
+    row["from three or more"] = "" if found is None else str(found.of_at_least_three)
+    return row
+
+
+def _copies(trace: str, room: str, name: str, outcome: SavingsOutcome) -> dict[str, Any]:
+    """Return the state of the store after the last request (Cache-Craft Figure 25)."""
+    counts = outcome.num_copies
+    several = sum(count > 1 for count in counts)
+    return {
+        "trace": trace,
+        "room": room,
+        "arm": name,
+        "passages": len(counts),
+        "copies": sum(counts),
+        "passages with several": str(wilson(several, len(counts))) if counts else "-",
+        "most of one": max(counts, default=0),
+    }
 
 
 def _row(trace: str, room: str, name: str, outcome: SavingsOutcome, prefix: SavingsOutcome | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from stillroom_bench.instrument.statistics import (
     Reproducibility,
     holm,
     paired_tests,
+    rank_correlation,
     ratio_of_means,
     ratio_of_medians,
     ratio_of_pairs,
@@ -34,6 +35,18 @@ def test_summary_equals_hand_computed_values() -> None:
     assert summary.ci_high - 5 == pytest.approx(2.364624 * math.sqrt(32 / 7) / math.sqrt(8), rel=1e-6)
     assert (summary.p50, summary.minimum, summary.maximum) == (4.5, 2.0, 9.0)
     assert summary.p95 == pytest.approx(8.3)  # between the 7th and 8th: 0.95 * 7 = 6.65
+
+
+def test_rank_correlation_is_spearmans_with_an_interval_around_it() -> None:
+    rng = np.random.default_rng(3)
+    first = rng.integers(0, 9, size=80).astype(float)
+    second = first + rng.normal(0, 4, size=80)
+    found = rank_correlation(first.tolist(), second.tolist())
+
+    assert found is not None and found.value == pytest.approx(float(stats.spearmanr(first, second).statistic))
+    assert found.low < found.value < found.high and found.low > 0
+    assert rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
+    assert rank_correlation([1.0, 2.0], [1.0, 2.0]) is None
 
 
 def test_summary_of_the_papers_example() -> None:
