@@ -81,7 +81,7 @@ def intervals_of(result: dict[str, Any]) -> Iterator[tuple[Key, str]]:
 
 def overlap(one: str, other: str) -> bool:
     """Return whether two intervals, written as in a report, have a point in common."""
-    (_, low, high), (_, other_low, other_high) = _numbers(one), _numbers(other)
+    (_, low, high), (_, other_low, other_high) = interval_numbers(one), interval_numbers(other)
     return max(low, other_low) <= min(high, other_high)
 
 
@@ -91,7 +91,7 @@ def _verdict(committed: str, now: str | None) -> Verdict:
     return "agrees" if overlap(committed, now) else "differs"
 
 
-def _numbers(interval: str) -> list[float]:
+def interval_numbers(interval: str) -> list[float]:
     """Return value and bounds in their base unit."""
     found = re.findall(r"(-?\d[\d.]*(?:e[+-]\d+)?)(?: (us|ms|s|MiB))?", interval)
     return [float(number) * _UNITS.get(unit, 1.0) for number, unit in found]
