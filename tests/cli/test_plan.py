@@ -10,10 +10,12 @@ import pytest
 from stillroom.backends import engine_building
 from stillroom.backends.prompt_builder import in_document_order
 from stillroom.cli.plan import MISSED
+from stillroom.cli.plan_report import show_accuracy
 from stillroom.config.load import load_config
 from stillroom.config.settings import GenerationConfig, IndexConfig, RuntimeConfig, StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.models import bundled_models
+from stillroom.planner.accuracy import Accuracy, load_accuracy
 from stillroom.planner.inputs import measure_inputs
 from stillroom.planner.workload import PlannedWorkload, QuestionCounts
 from stillroom.rag.stillroom import Stillroom
@@ -67,6 +69,7 @@ def test_plan_for_an_index_that_cannot_be_split(run: Run, kb: Path) -> None:
     assert "The index (flat) cannot be split, so the plan covers KV only." in found.out
     assert "Preparing: 4 chunks in 2 documents." in found.out and "100% of the chunks" in found.out
     assert "6 requests at 2/s" in found.out and "stillroom calibrate measures them better" in found.out
+    assert "Measured beyond search and steps alone: " in found.out and "Good for the order of choices" in found.out
 
 
 @pytest.mark.slow
@@ -109,6 +112,8 @@ def test_a_plan_for_index_and_kv(run: Run, lists_kb: Path) -> None:
     best = min(option["predicted"]["p95_seconds"] for option in found["options"])
     assert found["chosen"]["predicted"]["p95_seconds"] <= 1.01 * best
     assert {"hit_rate", "binding"} & found["smallest_hit_rate"].keys()
+    assert found["accuracy"] is None and found["overheads"]["request_seconds"] >= 0
+    assert min(found["overheads"]["cores"].values()) >= 1
     assert found["search_model"]["per_query"] >= 0 and found["workload"]["requests"] == 6
 
 
@@ -199,9 +204,27 @@ def test_validate_runs_the_workload(run: Run, kb: Path, tmp_path: Path) -> None:
     assert found["measured"]["kept_share"] == pytest.approx(found["predicted"]["kept_share"], abs=0.01)
     assert found["measured"].keys() <= found["predicted"].keys()
     assert 0 < found["measured"]["p50_seconds"] <= found["measured"]["p99_seconds"]
+    (kept,) = (tmp_path / "cache" / "profiles").glob("*.plan.json")
+    assert found["accuracy"]["num_requests"] == 6 and load_accuracy(kept) is not None  # the next plan prints it
     assert [request_id for request_id, _, _ in log.recent(9)] == ["req-1"], (
         "the request log holds users' questions only"
     )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "printed"),
+    [
+        (None, "Good for the order of choices, not for times: no plan was validated here."),
+        (Accuracy(1.2, 0.9, 60, 2.0), "60 requests at 2/s: measured p50 was 1.2 times the predicted, p95 0.9 times.\n"),
+        (Accuracy(1.2, 3.0, 60, 2.0), "not as times; by that factor, p95 is 300 ms.\n"),
+    ],
+)
+def test_plan_says_what_its_times_are_good_for(
+    accuracy: Accuracy | None, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_accuracy(0.1, accuracy)
+
+    assert printed in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

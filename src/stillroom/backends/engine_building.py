@@ -76,6 +76,8 @@ class ModelCosts:
     """True: the profile was saved by a calibration. False: a few points were measured now."""
     sequence_seconds: float
     """See `calibration.sequence_seconds`."""
+    path: Path
+    """File of the profile; there is none before a calibration."""
 
 
 def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> ModelCosts:
@@ -84,9 +86,10 @@ def measured_costs(config: StillroomConfig, kb_folder: Path, clock: Clock) -> Mo
     pool, device = build_device(model.decoder, config.runtime)
     target = _target(TorchRunner(model.decoder, device), pool, _limits(model.decoder, config.runtime), clock)
     _use_threads(config.runtime, target)
-    kept = load_profile(profile_path(cache_root(), model.fingerprint, model.decoder.device))
+    path = profile_path(cache_root(), model.fingerprint, model.decoder.device)
+    kept = load_profile(path)
     profile = kept or quick_profile(target, kb_folder)
-    return ModelCosts(model, profile, kept is not None, sequence_seconds(target))
+    return ModelCosts(model, profile, kept is not None, sequence_seconds(target), path)
 
 
 def build_engine(  # noqa: PLR0913  the parts, once

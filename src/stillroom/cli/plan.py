@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,8 +29,10 @@ from stillroom.models.bundled_models import MICROWORLD, reader_folder
 if TYPE_CHECKING:
     from stillroom.config.settings import StillroomConfig
     from stillroom.planner.forecast import Forecaster
+    from stillroom.planner.inputs import PlanInputs
     from stillroom.planner.planner import Plan
     from stillroom.planner.splits import Budgets, Split
+    from stillroom.retrieval.knowledge_base import KnowledgeBase
 
 MISSED = 1
 
@@ -139,6 +142,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
 
     from stillroom.cli.plan_report import show
     from stillroom.core.clock import SystemClock
+    from stillroom.planner.accuracy import accuracy_file, load_accuracy
     from stillroom.planner.choice import Target
     from stillroom.planner.forecast import Forecaster
     from stillroom.planner.inputs import measure_inputs
@@ -155,13 +159,16 @@ def plan(  # noqa: PLR0913  one parameter per flag
         with counting("searching", is_shown=not is_quiet) as on_progress:
             notify = (lambda _: None) if is_quiet else note
             inputs = measure_inputs(opened, loaded, asked, load, tokens, clock, notify, on_progress)
+        notify("asking a few questions, alone and beside searches")
+        inputs = _with_overheads(opened, loaded, inputs)
     forecaster = Forecaster(inputs)
     budgets, now = _budgets(sizes, loaded, forecaster)
     with counting("simulating", is_shown=not is_quiet) as on_progress:
         found = make_plan(forecaster, budgets, Target(target_seconds, percentile), now, on_progress)
-    payload = plan_as_json(found, inputs)
+    known = None if inputs.profile_path is None else load_accuracy(accuracy_file(inputs.profile_path))
+    payload = plan_as_json(found, inputs, known)
     if not as_json:
-        show(found, inputs, asked, tokens)
+        show(found, inputs, asked, tokens, known)
     if validate:
         payload["validation"] = _validate(kb, config, model, found, forecaster, tokens, as_json=as_json)
     if apply:
@@ -170,6 +177,23 @@ def plan(  # noqa: PLR0913  one parameter per flag
         print_json(payload)
     if not found.is_feasible:
         raise typer.Exit(MISSED)
+
+
+def _with_overheads(kb: "KnowledgeBase", config: "StillroomConfig", inputs: "PlanInputs") -> "PlanInputs":
+    """Measure what real questions cost beyond search and steps. Nothing is written: KV stays off the disk, and the
+    questions out of the request log."""
+    from stillroom.core.clock import SystemClock
+    from stillroom.planner.overheads import observe, with_overheads
+    from stillroom.rag.stillroom import Stillroom
+    from stillroom.telemetry.metrics import Metrics
+
+    clock = SystemClock()
+    quiet = replace(
+        config, reuse=replace(config.reuse, disk_bytes=0), speculation=replace(config.speculation, mode="off")
+    )
+    with closing(Stillroom(kb, quiet, Metrics(), clock)) as stillroom:
+        stillroom.records.stop()
+        return with_overheads(inputs, observe(stillroom, kb, inputs.texts, inputs.workload.warm, clock))
 
 
 def _budgets(
@@ -243,6 +267,7 @@ def _validate(  # noqa: PLR0913
     """Run the workload with the planned settings and compare it with the prediction."""
     from stillroom.cli.plan_report import show_validation
     from stillroom.core.clock import SystemClock
+    from stillroom.planner.accuracy import accuracy_file, accuracy_of, save_accuracy
     from stillroom.planner.splits import split_settings
     from stillroom.planner.validation import measure
 
@@ -254,6 +279,9 @@ def _validate(  # noqa: PLR0913
         opened.records.stop()  # keep the workload out of the request log
         prepares = loaded.reuse.mode == "prepared"
         measured = measure(opened, inputs.texts, inputs.workload, answer_tokens, SystemClock(), prepares=prepares)
+    accuracy = accuracy_of(predicted, measured, inputs.workload.rate)
+    if inputs.profile_path is not None:
+        save_accuracy(accuracy_file(inputs.profile_path), accuracy)
     if not as_json:
         show_validation(predicted, measured)
-    return {"predicted": predicted.as_json(), "measured": measured.as_json()}
+    return {"predicted": predicted.as_json(), "measured": measured.as_json(), "accuracy": accuracy.as_json()}

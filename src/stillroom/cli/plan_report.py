@@ -9,6 +9,7 @@ from stillroom.cli.console import count, duration, line, size
 from stillroom.cli.preparing_report import show_preparing
 
 if TYPE_CHECKING:
+    from stillroom.planner.accuracy import Accuracy
     from stillroom.planner.choice import Option
     from stillroom.planner.forecast import Forecast
     from stillroom.planner.inputs import PlanInputs
@@ -21,13 +22,20 @@ _PERCENTILES = (50, 95, 99)
 _WIDTH = 34
 
 
-def show(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts", answer_tokens: int) -> None:
+def show(
+    plan: "Plan",
+    inputs: "PlanInputs",
+    questions: "QuestionCounts",
+    answer_tokens: int,
+    accuracy: "Accuracy | None" = None,
+) -> None:
     _show_inputs(plan, inputs, questions, answer_tokens)
     line()
     _show_table(plan)
     line()
     _show_result(plan)
     _show_lists(plan, inputs)
+    show_accuracy(plan.chosen.forecast.percentile(95), accuracy)
     name = f"p{plan.target.percent:g}"
     line()
     line(f"{'If there were':<{_WIDTH}}  {name:>8}")
@@ -47,6 +55,12 @@ def _show_inputs(plan: "Plan", inputs: "PlanInputs", questions: "QuestionCounts"
     line(
         f"Workload: {count(len(workload.asked), 'request')} at {plan.rate:g}/s, as many before them; "
         f"{count(len(questions.texts), 'question')} ({questions.source}); answers of {answer_tokens:,} tokens."
+    )
+    over, cores = inputs.overheads, inputs.overheads.cores
+    line(
+        f"Measured beyond search and steps alone: {duration(over.request_seconds)} for each request, "
+        f"{duration(over.step_seconds)} for each step. While both run, a search takes {cores.search_slowdown:.2g} "
+        f"times as long and a step {cores.step_slowdown:.2g} times."
     )
     if not inputs.is_calibrated:
         line("The model's costs come from a measurement of one second; stillroom calibrate measures them better.")
@@ -135,16 +149,37 @@ def _show_lists(plan: "Plan", inputs: "PlanInputs") -> None:
     rule = plan.rule
     if isinstance(rule, Sufficient):
         line(
-            f"VectorLiteRAG's rule (Eq. 7 to 10) needs a hit rate of at least {rule.hit_rate:.0%}: "
+            f"VectorLiteRAG's rule (Eq. 7 to 10), beside the model, needs a hit rate of at least {rule.hit_rate:.0%}: "
             f"{rule.queries_per_second:.3g} searches per second in batches of {rule.batch_size}."
         )
     elif math.isinf(rule.needed):
-        line("VectorLiteRAG's rule (Eq. 7 to 10): no hit rate is enough, because prefill alone takes the whole target.")
+        line(
+            "VectorLiteRAG's rule (Eq. 7 to 10), beside the model: no hit rate is enough, because prefill and the wait "
+            "for the model take the whole target."
+        )
     else:
         line(
-            f"VectorLiteRAG's rule (Eq. 7 to 10): no hit rate is enough, {rule.binding} is the limit: "
-            f"{rule.possible:.3g} searches per second with all lists in RAM, {rule.needed:.3g} needed."
+            "VectorLiteRAG's rule (Eq. 7 to 10), beside the model: no hit rate is enough, "
+            f"{rule.binding} is the limit: {rule.possible:.3g} searches per second with all lists in RAM, "
+            f"{rule.needed:.3g} needed."
         )
+
+
+def show_accuracy(p95_seconds: float, accuracy: "Accuracy | None") -> None:
+    """Say what predicted times, such as this 95th percentile, are good for."""
+    if accuracy is None:
+        line(
+            "Good for the order of choices, not for times: no plan was validated here. Once, before shared cores were "
+            "modelled, measured p50 and p95 were 6 to 12 and 2.3 to 2.8 times the predicted; --validate measures it."
+        )
+        return
+    line(
+        f"Validated here with {count(accuracy.num_requests, 'request')} at {accuracy.rate:g}/s: measured p50 was "
+        f"{accuracy.p50_factor:.2g} times the predicted, p95 {accuracy.p95_factor:.2g} times."
+    )
+    if not accuracy.is_good:
+        corrected = duration(p95_seconds * accuracy.p95_factor)
+        line(f"So use the figures for the order of choices, not as times; by that factor, p95 is {corrected}.")
 
 
 def _show_effect(effect: "Effect", plan: "Plan") -> None:

@@ -1,12 +1,13 @@
 """Predicts times to the first token for one split of memory.
 
 The search is predicted by its model. Generation runs the product's own engine, scheduler, knowledge tree and policies
-on modelled hardware with a virtual clock (`planner.simulation`).
+on modelled hardware with a virtual clock (`planner.simulation`). Both share the cores: while one runs, the other takes
+longer, by measured factors (`planner.overheads`).
 
-Not modelled: search and decoder sharing the cores of a CPU, and speculative prefills.
+Not modelled: speculative prefills, and several questions that are embedded at once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.files import size_on_disk
 from stillroom.planner.documents import NOTHING_PREPARED, PreparedDocuments, all_windows, first_chunks, within
 from stillroom.planner.inputs import SEARCH_BATCH, PlanInputs
+from stillroom.planner.simulation.search_station import Query, SearchStation, SharedCores
 from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom.planner.splits import Split
@@ -30,9 +32,6 @@ from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 
 _MODE: SearchMode = "hybrid"
 """Mode of all questions in the simulated query cache."""
-
-Releases = Callable[[Sequence[int]], NDArray[np.float64]]
-"""Seconds from the start of a batch of these queries to the result of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Forecast:
     seconds: NDArray[np.float64]
     """Time to first token, search included: [n]."""
     search_seconds: NDArray[np.float64]
-    """The part of it until the engine has the prompt: [n]."""
+    """The part of it that is search, with the wait for it: [n]."""
     requests_per_second: float
     """Answered, from the first arrival to the last answer."""
     kept_share: float
@@ -182,18 +181,16 @@ class Forecaster:
             outcome = runtime.ask(prompts)
             searched = search.sum(axis=1)
             seconds = searched + np.array(outcome.seconds)
+        elif variation.at_once:
+            outcome = runtime.ask(prompts, [0.0] * len(prompts))
+            seconds, searched = np.array(outcome.seconds), np.zeros(len(prompts))
         else:
-            dues, searched = np.zeros(len(prompts)), np.zeros(len(prompts))
-            if not variation.at_once:
-                dues = np.array(workload.dues) / variation.rate
-                searched = self._searched(dues, search, split, variation) - dues
-            order = np.argsort(dues + searched, kind="stable")
-            outcome = runtime.ask([prompts[at] for at in order], (dues + searched)[order].tolist())
-            seconds = searched.copy()
-            seconds[order] += outcome.seconds
+            station = self._station(search, split, variation)
+            outcome = runtime.ask_searched(prompts, station)
+            seconds, searched = np.array(outcome.seconds), station.search_seconds
         return Forecast(
             seconds,
-            searched,
+            np.maximum(0.0, searched - (0.0 if variation.at_once else inputs.overheads.request_seconds)),
             len(prompts) / max(outcome.wall_seconds, 1e-9),
             outcome.num_kept_tokens / max(1, outcome.num_tokens),
             *self._hit_rates(split, variation.probes),
@@ -267,15 +264,17 @@ class Forecaster:
         return np.array(hits[len(inputs.workload.warm) :])
 
     def _search_seconds(self, split: Split, variation: Variation) -> NDArray[np.float64]:
-        """Return each asked question's search times, without waiting: before, in and after the dense index: [n, 3]."""
+        """Return each asked question's search times, without waiting: before, in and after the dense index,
+        with the overhead of a request: [n, 3]."""
         inputs = self.inputs
         dense = [self._dense_seconds(number, split, variation.probes) for number in range(len(inputs.found))]
         rows = np.zeros((len(inputs.workload.asked), 3))
         for row, number in enumerate(inputs.workload.asked):
             one = inputs.found[number]
+            rows[row, 2] = inputs.overheads.request_seconds
             if not self._is_cached[row]:
                 rest = max(0.0, one.result.search_seconds - one.dense_seconds)
-                rows[row] = one.result.embed_seconds, dense[number], rest
+                rows[row] += one.result.embed_seconds, dense[number], rest
         return rows
 
     def _dense_seconds(self, number: int, split: Split, probes: float) -> float:
@@ -294,28 +293,29 @@ class Forecaster:
         probed = np.stack([index.probed(number, probes) for number in numbers])
         return index.profile.model.release_seconds(division, probed)
 
-    def _searched(
-        self, dues: NDArray[np.float64], search: NDArray[np.float64], split: Split, variation: Variation
-    ) -> NDArray[np.float64]:
-        """Return when the engine has each prompt: embedding, the queue of the dense index, the rest: [n]."""
-        asked = self.inputs.workload.asked
-        waiting = np.flatnonzero(~self._is_cached)
-        found = dues.copy()
+    def _station(self, search: NDArray[np.float64], split: Split, variation: Variation) -> SearchStation:
+        """Return the searches of the workload: embedding, the queue of the dense index, the rest."""
+        workload, cores = self.inputs.workload, self.inputs.overheads.cores
+        queries = [
+            Query(due / variation.rate, before, after, not is_cached)
+            for due, (before, _, after), is_cached in zip(
+                workload.dues, search.tolist(), self._is_cached.tolist(), strict=True
+            )
+        ]
 
         def releases(batch: Sequence[int]) -> NDArray[np.float64]:
-            own: NDArray[np.float64] = search[waiting[list(batch)], 1]
+            own: NDArray[np.float64] = search[list(batch), 1]
             if len(batch) == 1:
                 return own
-            numbers = [asked[at] for at in waiting[list(batch)].tolist()]
+            numbers = [workload.asked[at] for at in batch]
             together = self._release(numbers, split, variation.probes)
             alone = np.array([self._release([number], split, variation.probes)[0] for number in numbers])
             own = np.maximum(0.0, own + together - alone)
             return own
 
-        ready = (dues + search[:, 0])[waiting]
         max_batch = 1 if self.inputs.index is None else SEARCH_BATCH
-        found[waiting] = np.array(search_completions(ready.tolist(), releases, max_batch)) + search[waiting, 2]
-        return found
+        # a GPU leaves the cores to the searches
+        return SearchStation(queries, releases, max_batch, cores if variation.speed == 1.0 else SharedCores())
 
     def _hit_rates(self, split: Split, probes: float) -> tuple[float, float]:
         """Return the shares of probed lists in RAM or on devices, and on devices."""
@@ -333,27 +333,3 @@ def _faster(costs: CostProfile, speed: float) -> CostProfile:
     if speed == 1.0:
         return costs
     return replace(costs, seconds=tuple(tuple(one / speed for one in row) for row in costs.seconds))
-
-
-def search_completions(ready: Sequence[float], releases: Releases, max_batch: int = 1) -> list[float]:
-    """Return when each query has its result, if a single server searches one batch at a time.
-
-    A query that finds the server idle is searched alone. Queries that arrive while it is busy are searched together.
-
-    Args:
-        ready: arrival times in seconds, in any order; served in order of time.
-        max_batch: most queries that are searched together.
-    """
-    found = [0.0] * len(ready)
-    order = sorted(range(len(ready)), key=lambda number: ready[number])
-    free, at = 0.0, 0
-    while at < len(order):
-        start = max(free, ready[order[at]])
-        most = max_batch if ready[order[at]] < free else 1
-        batch = [number for number in order[at : at + most] if ready[number] <= start]
-        seconds = releases(batch)
-        for number, one in zip(batch, seconds.tolist(), strict=True):
-            found[number] = start + one
-        free = start + float(seconds.max())
-        at += len(batch)
-    return found

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import faiss as _faiss
@@ -21,6 +22,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import ConfigError
 from stillroom.models.causal_model import CausalModel
 from stillroom.planner.documents import PlannedDocuments, read_documents
+from stillroom.planner.simulation.search_station import SharedCores
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
 from stillroom.planner.workload import PlannedWorkload, QuestionCounts
@@ -79,6 +81,18 @@ class DivisibleIndex:
         return self.profile.probed[question, : max(1, math.ceil(self.nprobe * share))]
 
 
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """What a question costs beyond its search and its steps alone; measured by `planner.overheads`."""
+
+    request_seconds: float = 0.0
+    """For each question: the way between search, engine and answer, and what a first step takes longer than one of
+    many in a row."""
+    step_seconds: float = 0.0
+    """For each step, beyond the cost profile and scheduling; included in `HardwareModel.step_seconds`."""
+    cores: SharedCores = field(default_factory=SharedCores)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanInputs:
     """All inputs of a plan."""
@@ -96,6 +110,9 @@ class PlanInputs:
     """Whether the costs come from `stillroom calibrate` and not from a quick pass."""
     documents: PlannedDocuments
     """What may be prepared."""
+    overheads: Overheads = field(default_factory=Overheads)
+    profile_path: Path | None = None
+    """File of the model's cost profile, beside which the accuracy of plans is kept (`planner.accuracy`)."""
 
 
 def measure_inputs(  # noqa: PLR0913
@@ -163,6 +180,7 @@ def measure_inputs(  # noqa: PLR0913
         model.name,
         costs.is_calibrated,
         _documents(kb, prompts, found, model.decoder, runtime.block_size, on_phase),
+        profile_path=costs.path,
     )
 
 

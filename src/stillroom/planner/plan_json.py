@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from stillroom.planner.accuracy import Accuracy
 from stillroom.planner.choice import Option
 from stillroom.planner.constraints import Shortfall, Sufficient
 from stillroom.planner.inputs import PlanInputs
@@ -12,8 +13,12 @@ from stillroom.planner.what_if import Effect
 from stillroom.retrieval.tiers.search_model import ScanModel, worst_error_of_line
 
 
-def plan_as_json(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:
-    """Return the JSON that docs/planning.md describes."""
+def plan_as_json(plan: Plan, inputs: PlanInputs, accuracy: Accuracy | None = None) -> dict[str, Any]:
+    """Return the JSON that docs/planning.md describes.
+
+    Args:
+        accuracy: of an earlier validation on this machine; None: there was none, so the times only order choices.
+    """
     workload = inputs.workload
     return {
         "target": {"ttft_seconds": plan.target.seconds, "percentile": plan.target.percent, "rate": plan.rate},
@@ -28,6 +33,8 @@ def plan_as_json(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:
         },
         "model": inputs.model_name,
         "is_calibrated": inputs.is_calibrated,
+        "overheads": asdict(inputs.overheads),
+        "accuracy": None if accuracy is None else accuracy.as_json(),
         "index": inputs.index_kind,
         "workload": {"questions": len(inputs.texts), "warm": len(workload.warm), "requests": len(workload.asked)},
         "chosen": _option(plan.chosen),

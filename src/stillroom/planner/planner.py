@@ -52,7 +52,7 @@ class Plan:
     binding: Binding | None
     """None if the target is met."""
     rule: Sufficient | Shortfall | None
-    """VectorLiteRAG's rule, of the search alone; None without lists."""
+    """VectorLiteRAG's rule, with the wait for the model and shared cores counted; None without lists."""
     hits: HitRates | None
     """Beta-binomial hit rates of the asked questions (4.1), with the chosen lists on devices and in RAM; None without
     lists."""
@@ -108,7 +108,7 @@ def make_plan(
         times * rate,
         times == _MOST_RATE,
         None if is_met else binding_constraint(alone, target),
-        _rule(forecaster, chosen.split, target, alone),
+        sufficient_hit_rate(forecaster, chosen, target),
         _hits(forecaster, chosen.split),
         tuple(sensitivity(forecaster, chosen.split, progress.step)),
         tuple(purchases(forecaster, budgets, chosen.split, target, progress.step)),
@@ -174,15 +174,25 @@ def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:
     return hits_of(forecaster.division_of(split), probed)
 
 
-def _rule(forecaster: Forecaster, split: Split, target: Target, alone: Forecast) -> Sufficient | Shortfall | None:
-    """Apply Eq. 7 to 10 of VectorLiteRAG."""
+def sufficient_hit_rate(forecaster: Forecaster, chosen: Option, target: Target) -> Sufficient | Shortfall | None:
+    """Apply Eq. 7 to 10 of VectorLiteRAG to a search beside the model.
+
+    The paper gives each its own processors: the search has what the target leaves after the model's time alone, and
+    runs as fast as alone. Here it has what the model and the wait for it leave at the workload's rate, and it is as
+    slow as beside the computing model.
+    """
     index = forecaster.inputs.index
     if index is None:
         return None
-    profile, rate = index.profile, rate_at(index.profile, index.nprobe)
-    at_once = forecaster.forecast(split, Variation(at_once=True))
-    prefill = float(np.percentile(alone.seconds - alone.search_seconds, target.percent))
-    rest = target.seconds - prefill
+    profile, alone = index.profile, rate_at(index.profile, index.nprobe)
+    slowdown = forecaster.inputs.overheads.cores.search_slowdown
+
+    def rate(hit_rate: float, batch_size: int) -> float:
+        return alone(hit_rate, batch_size) / slowdown
+
+    at_once = forecaster.forecast(chosen.split, Variation(at_once=True))
+    after_search = float(np.percentile(chosen.forecast.seconds - chosen.forecast.search_seconds, target.percent))
+    rest = target.seconds - after_search
     if rest <= 0:
         return Shortfall("latency", float("inf"), rate(1.0, 1))
     return smallest_hit_rate(rate, profile.model.times.batch_sizes, at_once.requests_per_second, rest)

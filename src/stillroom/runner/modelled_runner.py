@@ -7,6 +7,7 @@ requests give the same steps. Log probabilities and constraints are not modelled
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -62,10 +63,13 @@ class ModelledRunner:
         self._vocab_size = vocab_size
         self._seed = seed
         self._extra_seconds = step_seconds, sequence_seconds
+        self.stretch: Callable[[float], float] | None = None
+        """Returns how long a step takes beside other work, from the seconds that it takes alone; None: no other."""
 
     def execute(self, batch: Batch) -> StepResult:
         """See `Runner.execute`. Advances the clock by the time of the step."""
-        self._clock.advance(self.step_seconds(batch))
+        seconds = self.step_seconds(batch)
+        self._clock.advance(seconds if self.stretch is None else self.stretch(seconds))
         entries = batch.sequences
         specs = [spec for entry in entries for spec in entry.samples]
         return replace(

@@ -7,6 +7,7 @@ modelled. Scheduling costs virtual time only if `HardwareModel.step_seconds` say
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from stillroom.kvcache.tree.pieces import Piece
 from stillroom.kvstore.modelled import ModelledMover
 from stillroom.planner.simulation.driving import drive
 from stillroom.planner.simulation.network_tier import NetworkMover, NetworkTier
+from stillroom.planner.simulation.search_station import SearchStation
 from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt, SteppedEngine, segmented, step_outcome
 from stillroom.runner.modelled_runner import ModelledRunner
@@ -129,7 +131,7 @@ class SimulatedRuntime(SteppedEngine):
         self._manager = manager = _WatchedManager(pool, _reuse(hardware, self._policy, pool, self._mover()))
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._policy.scheduling], self._policy.window)
         self._scheduler.seconds = []
-        runner = ModelledRunner(
+        self._runner = ModelledRunner(
             hardware.costs,
             self.clock,
             num_layers=hardware.num_layers,
@@ -137,17 +139,18 @@ class SimulatedRuntime(SteppedEngine):
             step_seconds=hardware.step_seconds,
             sequence_seconds=hardware.sequence_seconds,
         )
-        self._engine = Engine(self._scheduler, runner, self.clock)
+        self._engine = Engine(self._scheduler, self._runner, self.clock)
         self._engine.follow("", self._corpus)
         self._found = [0, 0]  # documents: all, and those whose KV was reused
         self._dues: list[float] = []
+        self._search: SearchStation | None = None
+        self._search_began = 0.0
 
     def step(self) -> tuple[list[tuple[int, list[int]]], list[int]]:
         """Run one step and count its documents for `ask`."""
         events = self.engine.step()
         if self.engine.pause > 0:  # the batch delay, or until the next arrival
-            coming = (due for due in self._dues if due > self.clock.now)
-            self._sleep(min(self.engine.pause, next(coming, float("inf")) - self.clock.now))
+            self._sleep(max(0.0, min(self.engine.pause, self._next_arrival() - self.clock.now)))
         for event in events:
             if event.reuse is not None:
                 documents = [one for one in event.reuse.segments if one.kind is SegmentKind.CHUNK]
@@ -157,10 +160,53 @@ class SimulatedRuntime(SteppedEngine):
 
     def ask(self, prompts: Sequence[Prompt], dues: Sequence[float] | None = None) -> SimulatedOutcome:
         """Submit prompts at their arrival times in seconds from now; None: each when the previous one is answered."""
-        self._found = [0, 0]
-        self._scheduler.seconds = []
+        self._begin_asking()
         self._dues = [self.clock.now + due for due in dues or ()]
         timings = drive(self, prompts, dues, self.clock.monotonic, self._sleep)
+        return self._outcome(prompts, timings)
+
+    def ask_searched(self, prompts: Sequence[Prompt], search: SearchStation) -> SimulatedOutcome:
+        """Submit each prompt when its search, which runs on the same cores, has found its chunks. Seconds count from
+        the arrival of the question.
+
+        Args:
+            search: a new one, whose queries are those of `prompts`.
+        """
+        self._begin_asking()
+        self._search, self._search_began = search, self.clock.now
+        self._runner.stretch = lambda seconds: search.beside(self._search_now, seconds)
+        sent, num_sent = [0.0] * len(prompts), 0
+        timings: dict[str, Any] = {key: [0.0] * len(prompts) for key in ("seconds", "response_seconds")}
+        timings["cached"] = [[0, 0, 0] for _ in prompts]
+        while num_sent < len(prompts) or self.has_work:
+            search.idle_until(self._search_now)
+            while search.found:
+                found, number = search.found.popleft()
+                sent[number], num_sent = found - search.search_seconds[number], num_sent + 1
+                self.submit(number, prompts[number])
+            if not self.has_work:
+                self._sleep(search.idle_until_found() - self._search_now)
+                continue
+            firsts, ended = self.step()
+            for number, kept in firsts:
+                timings["seconds"][number], timings["cached"][number] = self._search_now - sent[number], kept
+            for number in ended:
+                timings["response_seconds"][number] = self._search_now - sent[number]
+        timings["wall_seconds"] = self._search_now
+        self._search, self._runner.stretch = None, None
+        return self._outcome(prompts, timings)
+
+    @property
+    def _search_now(self) -> float:
+        """Seconds since the workload of `ask_searched` began."""
+        return self.clock.now - self._search_began
+
+    def _begin_asking(self) -> None:
+        self._found = [0, 0]
+        self._scheduler.seconds = []
+        self._dues = []
+
+    def _outcome(self, prompts: Sequence[Prompt], timings: dict[str, Any]) -> SimulatedOutcome:
         return SimulatedOutcome(
             seconds=timings["seconds"],
             response_seconds=timings["response_seconds"],
@@ -235,6 +281,12 @@ class SimulatedRuntime(SteppedEngine):
                 if reuse.tree.tier_of(name) is None:
                     path = network.path_to(name, self.clock.now)
                     reuse.tree.restore(record for record in path if reuse.tree.get(record.key) is None)
+
+    def _next_arrival(self) -> float:
+        """Return when the next prompt may come, at the earliest."""
+        if self._search is not None:
+            return self._search_began + self._search.next_change()
+        return next((due for due in self._dues if due > self.clock.now), float("inf"))
 
     def _mover(self) -> ModelledMover:
         hardware = self._hardware
