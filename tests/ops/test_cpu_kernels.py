@@ -306,6 +306,7 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
         names = {name for name, *_ in one._cache._cache_file._source_stamp}
         assert names == {
             "cpu_attention.py",
+            "cpu_code_scan.py",
             "cpu_codes.py",
             "cpu_compiler.py",
             "cpu_elements.py",

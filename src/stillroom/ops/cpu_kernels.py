@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from stillroom.ops import cpu_code_scan
 from stillroom.ops.cpu_attention import attend_blocks, split_queries
 from stillroom.ops.cpu_compiler import Bits, Floats, as_float, inlined, kernel, parallel_kernel
 from stillroom.ops.cpu_elements import read, write
@@ -354,7 +355,7 @@ def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArr
 
 
 def compile_all() -> None:
-    """Compile the kernels of plain models in float32 and bfloat16. Takes about ten seconds without a cache."""
+    """Compile the kernels of plain models and of searches. Takes about fifteen seconds without a cache."""
     num_threads, head_dim, slots = use_threads(), 2, np.zeros(1, np.int64)
     rotation, limits = (np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)), np.array([1, 0, 0], np.float32)
     contexts, splits = (slots, np.array([0, 1])), split_contexts(np.array([1]))
@@ -393,3 +394,4 @@ def compile_all() -> None:
     q, kv, places = np.zeros((1, 1, LANES), np.float32), np.zeros((1, 1, LANES), np.uint16), np.zeros(1, np.int64)
     seen, tasks = (places, places + 1), split_queries(np.array([[0, 1]]), 1, 1)
     attend_blocks(q, (kv, kv.copy()), contexts, seen, tasks, limits, q.copy(), num_threads)
+    cpu_code_scan.compile_all()

@@ -17,13 +17,13 @@ from numba.extending import intrinsic, register_model
 
 LANES = 16
 
-_FEATURES = llvmlite.binding.get_host_cpu_features()
-HAS_DOT = bool(_FEATURES.get("avx512bf16"))
+HOST_FEATURES = llvmlite.binding.get_host_cpu_features()
+HAS_DOT = bool(HOST_FEATURES.get("avx512bf16"))
 """Whether one instruction of this processor multiplies pairs of bfloat16 and adds them to float32."""
-HAS_BYTE_DOT = bool(_FEATURES.get("avx512vnni"))
+HAS_BYTE_DOT = bool(HOST_FEATURES.get("avx512vnni"))
 """Whether one instruction multiplies four bytes with four and adds the products to an int32."""
 
-_HAS_SCALE = bool(_FEATURES.get("avx512f") and _FEATURES.get("avx512dq"))
+_HAS_SCALE = bool(HOST_FEATURES.get("avx512f") and HOST_FEATURES.get("avx512dq"))
 """Whether one instruction splits off a float's fraction, and another multiplies by a power of two."""
 _FLOOR = 9
 """Operand of the first: round down, raise nothing."""

@@ -30,6 +30,7 @@ from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.tiers.device_lists import parse_devices
+from stillroom.retrieval.tiers.host_scan import scan
 from stillroom.retrieval.tiers.partition import Lists
 from stillroom.retrieval.tiers.search_profile import (
     Effort,
@@ -38,7 +39,6 @@ from stillroom.retrieval.tiers.search_profile import (
     measure_profile,
     probed_lists,
 )
-from stillroom.retrieval.tiers.tiered_ivf import scan
 from stillroom.retrieval.vector_index import one_thread
 
 faiss: Any = _faiss  # its stubs lack names that are defined at import

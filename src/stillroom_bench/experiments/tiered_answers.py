@@ -21,9 +21,10 @@ from stillroom.ops.thread_pools import short_switch_interval
 from stillroom.planner.constraints import Shortfall, smallest_hit_rate
 from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
+from stillroom.retrieval.tiers.host_scan import Scored
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
-from stillroom.retrieval.tiers.tiered_ivf import Scored, TieredLists, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_search import Asked, Searched

@@ -17,17 +17,16 @@ from stillroom.retrieval.ranking import first_arrays
 from stillroom.retrieval.tiers import device_shard
 from stillroom.retrieval.tiers.device_lists import spread
 from stillroom.retrieval.tiers.device_shard import DeviceShard
+from stillroom.retrieval.tiers.host_scan import Scored, scan
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import hottest
 from stillroom.retrieval.tiers.tiered_ivf import (
     DISK,
     FIRST_DEVICE,
     RAM,
-    Scored,
     TieredLists,
     accesses,
     all_entries,
-    scan,
     without_entries,
 )
 

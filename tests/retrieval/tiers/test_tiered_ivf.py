@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.retrieval.ranking import first_arrays
+from stillroom.retrieval.tiers.host_scan import Scored, scan
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import Partition, hottest
 from stillroom.retrieval.tiers.tiered_ivf import (
     DISK,
     RAM,
-    Scored,
     TieredLists,
     accesses,
     all_entries,
-    scan,
     without_entries,
 )
 
@@ -28,22 +27,22 @@ faiss: Any = _faiss
 NLIST, DIMENSION = 24, 16
 
 
-def trained(num: int = 3000, seed: int = 0) -> Any:
-    """Train on clustered vectors with duplicates, so that there are ties."""
+def trained(num: int = 3000, seed: int = 0, nbits: int = 5) -> Any:
+    """Train on clustered vectors with duplicates, so that there are ties; compiled kernels scan codes of 8 bits."""
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((40, DIMENSION))
     vectors = centres[rng.integers(40, size=num)] + 0.3 * rng.standard_normal((num, DIMENSION))
     vectors[num // 2 : num // 2 + 200] = vectors[:200]
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-    index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIMENSION), DIMENSION, NLIST, 4, 5, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexIVFPQ(faiss.IndexFlatIP(DIMENSION), DIMENSION, NLIST, 4, nbits, faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
     index.add_with_ids(vectors, np.arange(num, dtype=np.int64)[::-1].copy())
     return index
 
 
-@pytest.fixture(scope="module")
-def index() -> Any:
-    return trained()
+@pytest.fixture(scope="module", params=[5, 8])
+def index(request: pytest.FixtureRequest) -> Any:
+    return trained(nbits=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +93,49 @@ def test_results_do_not_depend_on_the_division(  # noqa: PLR0913  what is drawn
         assert alone[0].tolist() == expected_ids.tolist() and alone[1].tobytes() == expected_scores.tobytes()
 
 
+@pytest.mark.parametrize("nbits", [5, 8])
+def test_batch_returns_only_allowed_rows(queries: Any, tmp_path: Path, nbits: int) -> None:
+    index = trained(nbits=nbits)
+    bits = np.packbits(np.random.default_rng(2).random(index.ntotal) < 0.2, bitorder="little")
+    allowed = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
+    tiered = divided(index, range(0, NLIST, 2), tmp_path / "lists.ivf")
+    nearness, probed = tiered.probe(queries, 12)
+    found: dict[int, Scored] = {}
+    for one in tiered.start_batch(queries, 30, probed, nearness, lambda *scored: found.update([scored]), allowed):
+        one.result()
+    for number, query in enumerate(queries):
+        ids, scores = first_arrays(*scan(index, query, 30, probed[number], nearness[number], allowed), 30)
+        own = first_arrays(*found[number], 30)
+        assert own[0].tolist() == ids.tolist() and own[1].tobytes() == scores.tobytes()
+    tiered.close()
+
+
+def test_more_equal_codes_than_a_batch_has_room_for(queries: Any, tmp_path: Path) -> None:
+    index = trained(nbits=8)
+    same = np.repeat(queries[:1], 3000, axis=0)
+    index.add_with_ids(same, np.arange(3000, 6000, dtype=np.int64))
+    tiered = divided(index, [0], tmp_path / "lists.ivf")
+    found: dict[int, Scored] = {}
+    tiered.search_batch(queries[:2], 5, NLIST, lambda number, scored: found.__setitem__(number, scored))
+    for number in range(2):
+        ids, scores = undivided(index, queries[number], 5, NLIST)
+        assert found[number][0].tolist() == ids.tolist() and found[number][1].tobytes() == scores.tobytes()
+    tiered.close()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e30])
+def test_unusual_queries_are_searched_as_by_faiss(index: Any, queries: Any, tmp_path: Path, value: float) -> None:
+    tiered = divided(index, [0, 1], tmp_path / "lists.ivf")
+    asked = np.stack([queries[0], np.full(DIMENSION, value, dtype=np.float32)])
+    found: dict[int, Scored] = {}
+    tiered.search_batch(asked, 5, 3, lambda number, scored: found.__setitem__(number, scored))
+    ids, scores = undivided(index, queries[0], 5, 3)
+    assert found[0][0].tolist() == ids.tolist() and found[0][1].tobytes() == scores.tobytes()
+    alone = tiered.search(asked[1], 5, 3)
+    assert found[1][0].tolist() == alone[0].tolist()
+    tiered.close()
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     moves=st.lists(
@@ -109,7 +151,7 @@ def test_exchange_changes_no_result_and_accounts_for_bytes(
         tiered.exchange(out, into)
         held = (held - out) | into
         assert set(np.flatnonzero(tiered.is_in_ram).tolist()) == held
-        assert tiered.ram_bytes == sum(index.invlists.list_size(number) * 11 for number in held)
+        assert tiered.ram_bytes == sum(index.invlists.list_size(number) * (index.code_size + 8) for number in held)
         for query in queries[:4]:
             ids, scores = undivided(index, query, 20, 10)
             found = tiered.search(query, 20, 10)

@@ -138,6 +138,7 @@ class TieredIvfPqIndex(VectorIndex):
                 return
         if self._is_counting and self._hot.record(probed):
             self._on_window()
+        rows.tiers.read_ahead(probed)  # the disk reads for later stages while the first are scanned
         found = ids = np.empty(0, dtype=np.int64)
         scores = np.empty(0, dtype=np.float32)
         for stage in stages(len(probed), num_stages):
@@ -231,6 +232,10 @@ class TieredIvfPqIndex(VectorIndex):
         chosen = np.sort(rng.choice(ids, min(num, len(ids)), replace=False))
         order = np.argsort(ids, kind="stable")
         return self._rows.vectors(rows[order[np.searchsorted(ids[order], chosen)]])
+
+    def drop_pages(self) -> None:
+        """See `TieredLists.drop_pages`. Precondition: lists are in a file that has a name."""
+        self._rows.tiers.drop_pages()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

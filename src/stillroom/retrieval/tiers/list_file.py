@@ -54,6 +54,17 @@ class Origin:
     """See `Corpus.commit_id`."""
 
 
+@dataclass(frozen=True)
+class ListPlaces:
+    """Where lists lie in memory, each array [nlist]."""
+
+    codes: NDArray[np.int64]
+    """Address of each list's codes."""
+    rows: NDArray[np.int64]
+    """Address of each list's rows."""
+    sizes: NDArray[np.int64]
+
+
 class ListFile:
     """Immutable content of a file. Thread-safe."""
 
@@ -99,6 +110,9 @@ class ListFile:
         self._offsets = self._at["lists"][0] + np.concatenate([[0], np.cumsum(padded)])
         if self._offsets[-1] != sum(self._at["lists"]):
             raise ValueError("its lists are truncated")
+        codes = np.frombuffer(self._map, np.uint8).ctypes.data + self._offsets[:-1]
+        self.places = ListPlaces(codes, codes + capacity(self.sizes) * self.code_size, self.sizes)
+        """Where the lists are mapped, as long as this object lives."""
         self._is_list_good = np.zeros(len(self.sizes), dtype=bool)
         self._is_vector_good = np.zeros(len(self._vectors), dtype=bool)
         self._map_lists(status.st_size)

@@ -10,58 +10,39 @@ A batch is searched as in the paper. One coarse search gives the lists of each q
 its last list is scanned, regardless of the rest of its batch. For a single query the system reads its lists on disk
 ahead while those in RAM are scanned, without threads. Results equal those of the undivided index: the same codes of the
 same lists are scored, and partial results are merged as in the stages of `ivf_pq`.
+
+Single queries are scanned by faiss; batches by the kernels of `batch_scan` where the processor has the instructions.
+They scan a list once for all queries of the batch that probe it, and give the same results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.retrieval.lazy_faiss import faiss
-from stillroom.retrieval.ranking import first_arrays, with_ties
-from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, write_list_file
+from stillroom.retrieval.ranking import first_arrays
+from stillroom.retrieval.tiers.host_scan import FaissScan, HostScan, Scored, scan
+from stillroom.retrieval.tiers.list_file import Entries, ListFile, ListPlaces, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import Lists, Nearness, Partition
 from stillroom.retrieval.vector_index import one_thread
 
+if TYPE_CHECKING:  # it imports numba, which a single search does not need
+    from stillroom.retrieval.tiers.batch_scan import CodeScanner
+
 Vectors = NDArray[np.float32]
-Scored = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Ids [n] and scores [n], best first, ties by id."""
 
 RAM, DISK, FIRST_DEVICE = 0, 1, 2
 """Shard numbers; further devices follow."""
 
 _AHEAD = 2
 """Queries of a batch whose lists on disk are read ahead."""
-
-_NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-
-
-def scan(lists: Any, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
-    """Return the best `num` entries of an IVF index for a query [d], and others that score as the last of them.
-
-    Args:
-        probed: lists [p] to scan; -1 is no list.
-        nearness: scores [p] of their centres.
-        allowed: a selector of faiss; None allows every id.
-    """
-    probed, nearness = np.ascontiguousarray(probed), np.ascontiguousarray(nearness)
-    query = np.ascontiguousarray(query)
-    parameters = faiss.SearchParametersIVF(nprobe=max(1, len(probed)), sel=allowed)
-    pointer = faiss.swig_ptr
-
-    def fetch(n: int) -> Scored:
-        ids, scores = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.float32)
-        chosen, result = (pointer(probed), pointer(nearness)), (pointer(scores), pointer(ids))
-        with one_thread():
-            lists.search_preassigned_c(1, pointer(query), n, *chosen, *result, False, parameters)
-        return ids[ids >= 0], scores[ids >= 0]
-
-    return with_ties(fetch, num) if (probed >= 0).any() else _NOTHING
 
 
 class BatchShard(Protocol):
@@ -98,6 +79,7 @@ class _InRam:
     is_held: NDArray[np.bool_]
     """[nlist]"""
     index: Any
+    places: ListPlaces
     num_bytes: int
 
 
@@ -106,7 +88,9 @@ class _Pending:
     """A query of a batch during the scan."""
 
     num_shards: int
-    parts: list[Scored] = field(default_factory=list)
+    of_devices: list[Scored] = field(default_factory=list)
+    of_host: list[Any] = field(default_factory=list)
+    """For `HostScan.merged`."""
 
 
 class TieredLists:
@@ -185,7 +169,7 @@ class TieredLists:
     # Searching
 
     def scan(self, query: Vectors, num: int, probed: Lists, nearness: Nearness, allowed: Any = None) -> Scored:
-        """Run the function `scan` over all tiers.
+        """Run the function `scan` over all tiers; `read_ahead` comes before it.
 
         Raises:
             CorruptKnowledgeBaseError: a list is damaged in the file.
@@ -200,23 +184,28 @@ class TieredLists:
                 asked.append(self._threads().submit(shard.scan_batch, query[None], num, *own, allowed))
         is_held, is_cold = ram.is_held[probed] & (device < 0), ~ram.is_held[probed] & (device < 0)
         cold = probed[is_cold]
-        self.file.will_need(cold)
         parts = [scan(ram.index, query, num, probed[is_held], nearness[is_held], allowed)]
         self.file.check_lists(cold)
         parts.append(scan(self._disk, query, num, cold, nearness[is_cold], allowed))
-        parts += [one.result()[0] for one in asked]
-        ids, scores = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return ids, scores
+        return _joined([*parts, *(one.result()[0] for one in asked)])
+
+    def read_ahead(self, probed: Lists) -> None:
+        """Let the system read those of the lists [p] that are only on disk."""
+        self.file.will_need(probed[~self._ram.is_held[probed] & (self._on_devices.device_of[probed] < 0)])
 
     def search(self, query: Vectors, num: int, nprobe: int) -> Scored:
         """Return exactly the best `num` for a query [d]."""
         nearness, probed = self.probe(query.reshape(1, -1), nprobe)
+        self.read_ahead(probed[0])
         return first_arrays(*self.scan(query, num, probed[0], nearness[0]), num)
 
     def probe(self, queries: Vectors, nprobe: int) -> tuple[Nearness, Lists]:
         """Return nearness [q, p] and numbers [q, p] of the lists nearest to queries [q, d]."""
+        queries, nprobe = np.ascontiguousarray(queries), min(nprobe, len(self.file.sizes))
+        if len(queries) > 1 and self._scanner is not None:
+            return self._scanner.probe(queries, nprobe)
         with one_thread():
-            nearness, probed = self.quantizer.search(np.ascontiguousarray(queries), min(nprobe, len(self.file.sizes)))
+            nearness, probed = self.quantizer.search(queries, nprobe)
         return nearness, probed
 
     def search_batch(self, queries: Vectors, num: int, nprobe: int, on_found: Callable[[int, Scored], None]) -> None:
@@ -255,6 +244,7 @@ class TieredLists:
             Futures of the shards, which fail if a list is damaged; empty for a single query, which is scanned here.
         """
         if len(queries) == 1:  # starting the shards takes longer than they save
+            self.read_ahead(probed[0])
             on_found(0, self.scan(queries[0], num, probed[0], nearness[0], allowed))
             return []
         return self._wake_shards(queries, num, probed, nearness, on_found, allowed)
@@ -268,22 +258,20 @@ class TieredLists:
         on_found: Callable[[int, Scored], None],
         allowed: Any,
     ) -> list[Future[None]]:
-        ram, devices = self._ram, self._on_devices
-        on_host = np.where(ram.is_held, RAM, DISK)
-        shard_of = np.where(devices.device_of >= 0, FIRST_DEVICE + devices.device_of, on_host)
-        partition = Partition(shard_of, FIRST_DEVICE + len(devices.shards))
+        devices = self._on_devices
+        hosts, partition = self._host_scan(devices, queries, num, probed, nearness, allowed)
         num_in = partition.num_in(probed)
         pending = [_Pending(int((row > 0).sum())) for row in num_in]
         lock = Lock()
 
-        def finish(number: int, part: Scored) -> None:
+        def finish(number: int, part: Any, *, is_host: bool) -> None:
+            one = pending[number]
             with lock:
-                one = pending[number]
-                one.parts.append(part)
-                if len(one.parts) < one.num_shards:
+                (one.of_host if is_host else one.of_devices).append(part)
+                if len(one.of_host) + len(one.of_devices) < one.num_shards:
                     return
-            ids, scores = (np.concatenate(arrays) for arrays in zip(*one.parts, strict=True))
-            on_found(number, (ids, scores))
+            of_host = [hosts.merged(number, one.of_host)] if one.of_host else []
+            on_found(number, _joined([*of_host, *one.of_devices]))
 
         def run_device(shard: int) -> None:
             """Scan for the whole batch at once."""
@@ -294,26 +282,53 @@ class TieredLists:
             device = devices.shards[shard - FIRST_DEVICE]
             parts = device.scan_batch(queries[asked], num, mine[asked], near[asked], allowed)
             for number, part in zip(asked.tolist(), parts, strict=True):
-                finish(number, part)
+                finish(number, part, is_host=False)
 
         def run(shard: int) -> None:
-            index = ram.index if shard == RAM else self._disk
-            mine, near = partition.probes(shard, probed, nearness)
-            asked = np.flatnonzero(num_in[:, shard])
-            order = asked[np.argsort(num_in[asked, shard], kind="stable")].tolist()
-            for at, number in enumerate(order):
-                lists = mine[number, : num_in[number, shard]]
+            steps = hosts.steps(shard)
+            for at, (number, lists) in enumerate(steps):
                 if shard == DISK:
-                    for soon in order[at + _AHEAD : at + _AHEAD + 1] if at else order[: _AHEAD + 1]:
-                        self.file.will_need(mine[soon, : num_in[soon, DISK]])
+                    for _, soon in steps[at + _AHEAD : at + _AHEAD + 1] if at else steps[: _AHEAD + 1]:
+                        self.file.will_need(soon)
                     self.file.check_lists(lists)
-                finish(number, scan(index, queries[number], num, lists, near[number, : len(lists)], allowed))
+                finish(number, hosts.scan(shard, at), is_host=True)
 
         threads = self._threads()
         running = [threads.submit(run, shard) for shard in (RAM, DISK)]
         return running + [threads.submit(run_device, FIRST_DEVICE + number) for number in range(len(devices.shards))]
 
     # Inside
+
+    @cached_property
+    def _scanner(self) -> "CodeScanner | None":
+        """Kernels for batches; None if they cannot scan this index. The first batch loads them."""
+        from stillroom.retrieval.tiers.batch_scan import CodeScanner, can_scan
+
+        return CodeScanner(self.file.shell) if can_scan(self.file.shell) else None
+
+    def _host_scan(
+        self,
+        devices: _OnDevices,
+        queries: Vectors,
+        num: int,
+        probed: Lists,
+        nearness: Nearness,
+        allowed: Any,
+    ) -> tuple[HostScan, Partition]:
+        """Return a scan of a batch in RAM and on disk, by kernels where possible, and the shard of each list."""
+        ram = self._ram
+        on_host = np.where(ram.is_held, RAM, DISK)
+        shard_of = np.where(devices.device_of >= 0, FIRST_DEVICE + devices.device_of, on_host)
+        partition = Partition(shard_of, FIRST_DEVICE + len(devices.shards))
+        if self._scanner is not None and (allowed is None or isinstance(allowed, faiss.IDSelectorBitmap)):
+            from stillroom.retrieval.tiers.batch_scan import BatchScan
+
+            places = {RAM: ram.places, DISK: self.file.places}
+            batch = BatchScan(self._scanner, places, partition, queries, num, probed, nearness, allowed)
+            if batch.is_scannable:
+                return batch, partition
+        indexes = {RAM: ram.index, DISK: self._disk}
+        return FaissScan(indexes, partition, queries, num, probed, nearness, allowed), partition
 
     def _threads(self) -> ThreadPoolExecutor:
         """Return the pool, with one thread per shard."""
@@ -337,7 +352,19 @@ class TieredLists:
             each.push_back(held.get(number, self._empty))
         stacked = faiss.VStackInvertedLists(len(is_held), each.data())
         index = index_over(self.file.shell, stacked, held)
-        return _InRam(held, is_held, index, int(self.list_bytes()[is_held].sum()))
+        codes, rows = (np.zeros(len(is_held), dtype=np.int64) for _ in range(2))
+        for number, one in held.items():
+            codes[number], rows[number] = int(one.get_codes(0) or 0), int(one.get_ids(0) or 0)
+        places = ListPlaces(codes, rows, self.file.sizes)
+        return _InRam(held, is_held, index, places, int(self.list_bytes()[is_held].sum()))
+
+
+def _joined(parts: Sequence[Scored]) -> Scored:
+    """Return all entries of several results."""
+    if not parts:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    ids, scores = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return ids, scores
 
 
 def index_over(shell: Any, inverted_lists: Any, kept: Any = None) -> Any:
