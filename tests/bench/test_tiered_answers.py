@@ -15,6 +15,7 @@ from stillroom_bench.experiments.tiered_answers import (
     BatchedSearch,
     TieredAnswersOptions,
     UnloadedModel,
+    memory_by_target,
     plan_for,
     run_answers,
 )
@@ -64,6 +65,16 @@ def test_tighter_target_needs_at_least_as_many_lists_in_ram(profile: SearchProfi
         plan = plan_for(1.0 + slo, UnloadedModel(1.0, rate), profile, SCOPE.nprobe)
         counts.append(SCOPE.nlist + 1 if plan.held is None else len(plan.held))
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
+
+
+@pytest.mark.slow  # measures a profile
+def test_memory_falls_with_the_target_of_the_search(profile: SearchProfile) -> None:
+    rows = memory_by_target(UnloadedModel(1.0, 1e-3), profile, SCOPE.nprobe)
+    held = [SCOPE.nlist + 1 if "lists in RAM" not in row else row["lists in RAM"] for row in rows]
+    assert held == sorted(held, reverse=True) and held[-1] == 0
+    assert rows[-1]["MB in RAM"] == 0 and rows[-1]["of all bytes"] == "0.0%"
+    targets = [row["search within, ms"] for row in rows]
+    assert targets == sorted(targets) and targets[0] == pytest.approx(targets[-1] / 2)
 
 
 @pytest.mark.slow  # measures a machine first

@@ -110,6 +110,7 @@ SPECULATION_HELP = help_text(
     examples=(
         "stillroom bench pipeline speculation --dataset data/nq-gold",
         "stillroom bench pipeline speculation --dataset data/nq-gold --size 2000000 --output speculation.json",
+        "stillroom bench pipeline speculation --dataset data/nq-gold --on-disk --share 1 --k 1 --document-tokens 128",
     ),
 )
 

@@ -216,6 +216,19 @@ class SpeculationOptions:
         (1, 4), "Concurrent questions; more than one only with half of the lists probed.", "--clients", min=1
     )
     num_stages: int = flag(4, "Stages of a search.", "--stages", min=2)
+    on_disk: bool = flag(
+        False,
+        "Keep the index on disk and drop it from the page cache before each search. Then only one question at a time "
+        "is measured; --work-dir should be on the disk to measure.",
+        "--on-disk",
+    )
+    allowed: float = flag(
+        1.0, "Share of the chunks that a filter allows, drawn at random; 1 is no filter.", min=0.001, max=1.0
+    )
+    k: int = flag(2, "Documents in a prompt.", min=1)
+    document_tokens: int | None = flag(
+        None, "Tokens of each document. Without it, as many as its text has.", metavar="N", min=1
+    )
     repeat: int = repeat_flag(5)
     seed: int = seed_flag()
     nbits: int = 8

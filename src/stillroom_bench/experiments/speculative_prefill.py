@@ -4,7 +4,8 @@ and Table 3).
 A dense search probes a share of the inverted lists, as in the paper. Its documents make a prompt for a real engine,
 which caches their KV. Arms answer the same questions, each with an empty cache: no speculation (`off`), speculation
 always (`on`), and speculation where it was measured to pay (`auto`). The paper runs one question at a time; concurrent
-clients show the gain on a busy engine.
+clients show the gain on a busy engine. The index may be on disk, with a cold page cache, searched under a filter, and
+the documents may be long; the report compares the gain with the least time that any overlap could give.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from threading import Lock
 from typing import Any, Literal
 
@@ -21,10 +23,10 @@ import torch
 
 from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.engine_building import build_engine
-from stillroom.config.settings import IndexConfig, ReuseConfig, RuntimeConfig, SpeculationConfig
+from stillroom.config.settings import ReuseConfig, RuntimeConfig, SpeculationConfig
 from stillroom.core.clock import SystemClock
-from stillroom.core.document import Chunk, ScoredChunk, SearchResult
-from stillroom.core.ids import DocumentId, RequestId, chunk_id_of
+from stillroom.core.document import Chunk, ScoredChunk
+from stillroom.core.ids import RequestId
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SampleRequest, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
@@ -33,20 +35,18 @@ from stillroom.engine.events import Listener, TokenEvent
 from stillroom.models.loader import load_own_decoder
 from stillroom.ops.thread_pools import run_in_short_lived_thread
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
-from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.telemetry.metrics import Metrics as Counters
 from stillroom_bench.experiments.experiment_options import SpeculationOptions
+from stillroom_bench.experiments.speculation_corpus import SearchedCorpus
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
-from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
-from stillroom_bench.loads.workloads import choose_queries, clustered_vectors, load_real_data
+from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms
 from stillroom_bench.quality.runtime import Shape, write_checkpoint
 from stillroom_bench.quality.search_arms import Vectors
 
 MODES: tuple[Literal["off", "on", "auto"], ...] = ("off", "on", "auto")
 PAPER = {"TTFT, at most": "1.6x lower", "search that overlaps with nothing": "1.5 to 4.3x less"}
 
-_TOP_K = 2
 _ANSWER_TOKENS = 8
 _SYSTEM = Segment(SegmentKind.SYSTEM, tuple(range(10, 74)))
 _QUESTION = Segment(SegmentKind.QUESTION, tuple(range(100, 132)))
@@ -72,18 +72,21 @@ def run_speculation(
         DocumentError: a line of a data set cannot be read.
     """
     environment = record_environment()
-    corpus = _Corpus(options.datasets, work_dir, options, on_progress)
+    corpus = SearchedCorpus(options.datasets, work_dir, options, on_progress)
     shape = shape or Shape()
     on_progress("loading the model")
     engine = run_in_short_lived_thread(lambda: _engine(write_checkpoint(work_dir, shape, "bfloat16", 0)))
-    with AsyncEngine(engine) as running:
-        bench = _SpeculationBench(corpus, running, shape.vocab_size, options)
-        samples = run_arms(
-            list(bench.arms()),
-            repeat=options.repeat,
-            on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}" if at >= 0 else f"{arm}, warming up"),
-            only_own=True,
-        )
+    try:
+        with AsyncEngine(engine) as running:
+            bench = _SpeculationBench(corpus, running, shape.vocab_size, options)
+            samples = run_arms(
+                list(bench.arms()),
+                repeat=options.repeat,
+                on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}" if at >= 0 else f"{arm}, warming up"),
+                only_own=True,
+            )
+    finally:
+        corpus.close()
     return BenchResult(
         "stillroom bench pipeline speculation",
         environment,
@@ -93,7 +96,10 @@ def run_speculation(
             "lists": corpus.index.nlist,
             "questions per run": options.num_questions,
             "zipf": options.zipf,
-            "top_k": _TOP_K,
+            "top_k": options.k,
+            "tokens of a document": options.document_tokens or f"those of its text, at most {_MAX_TOKENS}",
+            "index on disk": options.on_disk,
+            "share that a filter allows": options.allowed,
             "stages": options.num_stages,
             "repeat": options.repeat,
             "seed": options.seed,
@@ -102,7 +108,38 @@ def run_speculation(
         samples,
         "off",
         notes=[f"RAGCache: {what} {much}" for what, much in PAPER.items()],
+        tables={"What overlap can gain": _limits(samples, options.num_stages)},
     )
+
+
+def _limits(samples: Samples, num_stages: int) -> list[dict[str, Any]]:
+    """Compare the measured time to first token with its least by RAGCache's Theorem 5.1, per group of arms.
+
+    Search S and model P take S + P one after the other. If the first of n stages of equal length finds the final list,
+    the model starts after S / n, and the first token comes after max(S, S / n + P). So the gain is greatest where both
+    take equally long, and small where one of them is short.
+    """
+    rows = []
+    for arm in samples.values:
+        group, mode = arm.rsplit("/", 1)
+        if mode != "off" or not group.endswith("one client"):
+            continue
+        search, whole = (fmean(samples.of(arm, metric)) for metric in ("retrieval_seconds", "ttft_seconds"))
+        least = max(search, search / num_stages + whole - search)
+        on = f"{group}/on"
+        rows.append(
+            {
+                "lists searched": group,
+                "search, ms": 1e3 * search,
+                "model, ms": 1e3 * (whole - search),
+                "search by model": search / max(whole - search, 1e-9),
+                "least ratio of times to first token": least / whole,
+                "ratio, on": fmean(samples.of(on, "ttft_seconds")) / whole,
+                "search while the model computes, by search alone": fmean(samples.of(on, "retrieval_seconds")) / search,
+                "right": f"{fmean(samples.of(on, 'right_share')):.0%}",
+            }
+        )
+    return rows
 
 
 def _engine(checkpoint: Path) -> Engine:
@@ -114,49 +151,15 @@ def _engine(checkpoint: Path) -> Engine:
     )[0]
 
 
-class _Corpus:
-    """An index and the chunks of its rows; a generated vector stands for a chunk of a real document."""
-
-    def __init__(
-        self, datasets: Sequence[Path], work_dir: Path, options: SpeculationOptions, on_progress: Callable[[str], None]
-    ) -> None:
-        real = load_real_data(datasets, work_dir, on_progress)
-        on_progress(f"making {options.size:,} vectors")
-        vectors = clustered_vectors(real.documents, options.size, options.seed)
-        on_progress("building the index")
-        self.index = IvfPqIndex(vectors.shape[1], IndexConfig(kind="ivf_pq", nbits=options.nbits, refine=4))
-        self.index.add(np.arange(len(vectors), dtype=np.int64), vectors)
-        self.texts = real.texts
-        self._queries = choose_queries(real, len(real.questions), options.seed)[1]
-        self._zipf = options.zipf
-
-    def questions(self, num: int, seed: Sequence[int]) -> Vectors:
-        """Draw questions by popularity, with repetition."""
-        ranks = np.arange(1, len(self._queries) + 1, dtype=float) ** -self._zipf
-        chosen = np.random.default_rng(list(seed)).choice(len(ranks), size=num, p=ranks / ranks.sum())
-        return np.ascontiguousarray(self._queries[chosen])
-
-    def search(self, query: Vectors, share: float, num_stages: int) -> Iterator[SearchResult]:
-        """Search in stages as the knowledge base does, without embedding the question."""
-        clock = SystemClock()
-        began = clock.monotonic()
-        for found in self.index.search_staged(query, _TOP_K, num_stages, max(1, round(share * self.index.nlist))):
-            results = tuple(ScoredChunk(self._chunk(row), score, {"dense": score}) for row, score in found)
-            yield SearchResult(results, 0.0, clock.monotonic() - began)
-
-    def _chunk(self, row: int) -> Chunk:
-        document_id = DocumentId(f"/bench/{row}")
-        return Chunk(chunk_id_of(document_id, 0, ""), document_id, row, self.texts[row % len(self.texts)])
-
-
 class _Backend:
     """Backend of a `Speculator`: prompts of random tokens with the documents' lengths, on a running engine."""
 
     may_speculate = True
 
-    def __init__(self, engine: AsyncEngine, vocab_size: int) -> None:
+    def __init__(self, engine: AsyncEngine, vocab_size: int, document_tokens: int | None) -> None:
         self.engine = engine
         self._vocab_size = vocab_size
+        self._document_tokens = document_tokens
 
     @property
     def load(self) -> Load:
@@ -179,15 +182,17 @@ class _Backend:
 
     def _tokens(self, chunk: Chunk) -> tuple[int, ...]:
         seed = int.from_bytes(hashlib.blake2b(str(chunk.document_id).encode(), digest_size=8).digest(), "little")
-        num = min(max(len(chunk.text.split()) * 4 // 3, 1), _MAX_TOKENS)
+        num = self._document_tokens or min(max(len(chunk.text.split()) * 4 // 3, 1), _MAX_TOKENS)
         return tuple(np.random.default_rng(seed).integers(200, self._vocab_size, size=num).tolist())
 
 
 class _SpeculationBench:
-    def __init__(self, corpus: _Corpus, engine: AsyncEngine, vocab_size: int, options: SpeculationOptions) -> None:
+    def __init__(
+        self, corpus: SearchedCorpus, engine: AsyncEngine, vocab_size: int, options: SpeculationOptions
+    ) -> None:
         self._corpus = corpus
         self._engine = engine
-        self._backend = _Backend(engine, vocab_size)
+        self._backend = _Backend(engine, vocab_size, options.document_tokens)
         self._options = options
         self._names = (RequestId(f"bench-{number}") for number in itertools.count())
         self._naming = Lock()
@@ -202,7 +207,7 @@ class _SpeculationBench:
             if self._options.one_thread and self._num_threads > 1:
                 yield self._arm(group, "on", share, 1, self._num_threads - 1)
         for num in self._options.num_clients:
-            if num > 1:
+            if num > 1 and not self._options.on_disk:  # pages are dropped only while no search runs
                 for mode in MODES:
                     yield self._arm(f"50% of lists, {num} clients", mode, 0.5, num, self._num_threads)
 
@@ -241,6 +246,7 @@ class _SpeculationBench:
 
     def _ask(self, speculator: Speculator, query: Vectors, share: float) -> Mapping[str, float]:
         clock = SystemClock()
+        self._corpus.forget_pages()
         began = clock.monotonic()
 
         def attempt_with(found: Sequence[ScoredChunk]) -> Attempt:

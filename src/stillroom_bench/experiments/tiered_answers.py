@@ -38,6 +38,8 @@ from stillroom_bench.quality.runtime import Shape, write_checkpoint
 _STEP_TOKENS = 512
 _NUM_FOUND = 50
 _PERCENT = 95.0
+_SEARCH_TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Targets of the search, as multiples of the least that all lists on disk keep."""
 _SIZES = ("size", "nlist", "nprobe", "num_batches", "repeat", "seed")
 """Options that the report shows."""
 
@@ -142,7 +144,10 @@ def run_answers(
             f"A target is a multiple of the model's 95th percentile without search, {unloaded.seconds:.3g} s.",
             "Before each batch of searches, the page cache of the lists on disk is dropped and the file mapped again.",
         ],
-        tables={"Targets": [_row(plan, options.nlist, samples.values) for plan in plans]},
+        tables={
+            "Targets": [_row(plan, options.nlist, samples.values) for plan in plans],
+            "Index memory by target of the search": memory_by_target(unloaded, profile, options.nprobe),
+        },
     )
 
 
@@ -155,6 +160,26 @@ def plan_for(slo: float, unloaded: UnloadedModel, profile: SearchProfile, nprobe
         verdict = f"no hit rate: {found.binding}, {found.possible:.3g} of {found.needed:.3g}/s"
         return PlannedDivision(slo, None, verdict)
     return PlannedDivision(slo, hottest(profile.accesses(), found.hit_rate), f"hit rate {found.hit_rate:.0%}")
+
+
+def memory_by_target(unloaded: UnloadedModel, profile: SearchProfile, nprobe: int) -> list[dict[str, Any]]:
+    """Return the bytes of lists that the rule puts into RAM, by the search's share of the target (Table 1).
+
+    By Eq. 9 a target is at least twice the time of a search, so targets are multiples of twice the time of one search
+    with all lists on disk.
+    """
+    smallest = profile.model.times.batch_sizes[0]
+    on_disk = 2 * smallest / rate_at(profile, nprobe)(0.0, smallest)
+    rows = []
+    for share in _SEARCH_TARGETS:
+        plan = plan_for(unloaded.seconds + share * on_disk, unloaded, profile, nprobe)
+        row: dict[str, Any] = {"search within, ms": 1e3 * share * on_disk, "rule": plan.verdict}
+        if plan.held is not None:
+            num_bytes = int(profile.sizes[plan.held].sum()) * profile.bytes_per_vector
+            row |= {"lists in RAM": len(plan.held), "MB in RAM": num_bytes / 1e6}
+            row |= {"of all bytes": f"{num_bytes / profile.list_bytes:.1%}"}
+        rows.append(row)
+    return rows
 
 
 def _arms(plans: Sequence[PlannedDivision], nlist: int) -> list[tuple[str, Lists, bool]]:
