@@ -16,7 +16,8 @@ from stillroom.core.ids import DocumentId, RequestId
 from stillroom.rag.answer import AskOptions, Citation, Support
 from stillroom.rag.hops import Hop, HopEnd, HopSource
 from tests.cli.harness import Opened, Run
-from tests.server.fakes import FakeStillroom, FakeStream
+from tests.server.fake_stream import FakeStream
+from tests.server.fakes import FakeStillroom
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "highlight", "confidence"]

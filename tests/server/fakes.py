@@ -3,12 +3,10 @@
 An answer is the question's words, one token each. Streams wait while `gate` is not set.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,18 +18,15 @@ from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import Chunk, DocumentInfo, Paragraph, ScoredChunk, SearchResult
 from stillroom.core.document_content import DocumentContent
-from stillroom.core.ids import ChunkId, DocumentId, RequestId
+from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     EmptyKnowledgeBaseError,
-    EngineClosedError,
     NothingFoundError,
-    OriginalGoneError,
-    RequestAbortedError,
     StillroomError,
     UnknownDocumentError,
     UsageError,
 )
-from stillroom.rag.answer import Answer, AskOptions, Citation, ReuseReport, Source, Timing, TokenScore
+from stillroom.rag.answer import Answer, AskOptions, Citation
 from stillroom.rag.hops import Hop
 from stillroom.rag.prompt_tokens import PromptTokens
 from stillroom.rag.question import sources_of
@@ -39,137 +34,16 @@ from stillroom.rag.records import Records
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
-from stillroom.retrieval.originals import OriginalFile
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
+from tests.server.fake_documents import FakeOriginals, FakeUploads
+from tests.server.fake_stream import FakeStream
 
 NUM_BLOCKS = 64
 DIMENSION = 4
-
-
-class FakeStream:
-    """A stream of an answer, to iterate with `for` or `async for`."""
-
-    def __init__(
-        self, stillroom: "FakeStillroom", question: str, options: AskOptions, sources: tuple[Source, ...]
-    ) -> None:
-        self._stillroom = stillroom
-        self._words = question.split()[: options.max_tokens]
-        self._is_cut = len(self._words) < len(question.split())
-        self._is_cancelled = False
-        self._is_done = False
-        wanted = options.logprobs
-        tops = (TokenScore(7, "\u00e4", (195, 164), -0.25), TokenScore(8, "\ufffd", (195,), float("-inf")))
-        self._scores = [
-            TokenScore(index, word, tuple(word.encode()), -0.5, tops[:wanted])
-            for index, word in enumerate([] if wanted is None else self._words)
-        ]
-        self._num_read = self._num_scores_taken = 0
-        self.call_format = None
-        self.request_id = RequestId(f"req-{stillroom.next_number()}")
-        self.sources = sources
-        stillroom.acquire(self)
-
-    @property
-    def answer(self) -> Answer:
-        if not self._is_done:
-            raise UsageError("the answer is not complete; read the stream to its end first")
-        return Answer(
-            request_id=self.request_id,
-            text=" ".join(self._words),
-            token_ids=tuple(range(len(self._words))),
-            finish_reason="length" if self._is_cut else "stop",
-            sources=self.sources,
-            timing=Timing(0.01, 0.02, 0.001, 0.05),
-            reuse=ReuseReport(num_prompt_tokens=100, num_cached_tokens=40, num_recomputed_tokens=0),
-            num_generated_tokens=len(self._words),
-            logprobs=tuple(self._scores) or None,
-            citations=self._stillroom.citations,
-            confidence=self._stillroom.confidence,
-            hops=self._stillroom.answered_hops,
-        )
-
-    def take_logprobs(self) -> list[TokenScore]:
-        first, self._num_scores_taken = self._num_scores_taken, self._num_read
-        return self._scores[first : self._num_read]
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        self._stillroom.release(self)
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            for index, word in enumerate(self._words):
-                self._stillroom.gate.wait()
-                yield self._piece(index, word)
-            self._is_done = True
-        finally:
-            self.cancel()
-
-    async def __aiter__(self) -> AsyncIterator[str]:
-        try:
-            for index, word in enumerate(self._words):
-                while not self._stillroom.gate.is_set() and not self._is_cancelled:
-                    await asyncio.sleep(0.001)
-                yield self._piece(index, word)
-            self._is_done = True
-        finally:
-            self.cancel()
-
-    def _piece(self, index: int, word: str) -> str:
-        if self._stillroom.is_stopped:
-            raise EngineClosedError("the engine was closed before the answer was complete")
-        if self._is_cancelled:
-            raise RequestAbortedError(f"{self.request_id} was cancelled")
-        self._num_read = index + 1
-        if word == self._stillroom.fails_at:
-            raise self._stillroom.failure
-        return word if index == 0 else f" {word}"
-
-
-class FakeUploads:
-    """Uploads, kept as texts under names that begin with `uploads/`."""
-
-    def __init__(self, stillroom: "FakeStillroom") -> None:
-        self._stillroom = stillroom
-
-    def add(self, name: str, content: bytes, progress: Callable[[AddProgress], None] | None) -> UploadResult:
-        if progress is not None:
-            progress(AddProgress(1, 1, len(content), len(content), 1, name))
-        if b"\0" in content:
-            return UploadResult(name, "failed", reason=f"{name}: binary data, not text")
-        document_id, text = f"uploads/{name}", content.decode(errors="replace")
-        known = self._stillroom.texts.get(document_id)
-        self._stillroom.texts[document_id] = text
-        outcome: Any = "added" if known is None else "unchanged" if known == text else "updated"
-        return UploadResult(name, outcome, tuple(self.find(name)))
-
-    def find(self, name: str) -> list[DocumentInfo]:
-        return [info for info in self._stillroom.documents() if info.document_id in (name, f"uploads/{name}")]
-
-    find_any = find
-
-    def one(self, name: str) -> DocumentInfo:
-        found = self.find(name)
-        if not found:
-            raise UnknownDocumentError(f"there is no document {name!r}")
-        return found[0]
-
-    def name_of(self, document_id: str) -> str | None:
-        return document_id.removeprefix("uploads/") if document_id.startswith("uploads/") else None
-
-
-class FakeOriginals:
-    """No document has a file."""
-
-    def __init__(self, stillroom: "FakeStillroom") -> None:
-        self.content = stillroom.document_content
-
-    def file(self, document_id: str) -> contextlib.AbstractContextManager[OriginalFile]:
-        raise OriginalGoneError("the file is no longer there")
 
 
 class FakePromptTokenizer:

@@ -9,7 +9,8 @@ import pytest
 from stillroom.core.ids import RequestId, public_id
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.hops import Hop, HopEnd, HopSource
-from tests.server.fakes import FakeStillroom, FakeStream, as_stillroom, until
+from tests.server.fake_stream import FakeStream
+from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, events, serving
 
 SOURCE = HopSource("/srv/secret/keys.md", "c1", 0.5, "Keys", 3, 4, 0, 0)

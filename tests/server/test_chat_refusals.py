@@ -1,0 +1,135 @@
+"""What `/v1/chat/completions` refuses, and the tools that it ignores with a warning."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.harness import QUESTION, events
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "n"}},
+        {"type": "json_schema", "schema": {"type": "integer"}},
+        {"type": "json_object", "schema": {"type": "integer"}},
+        {"type": "text", "json_schema": {"schema": {"type": "integer"}}},
+        {"json_schema": {"schema": {"type": "integer"}}},
+    ],
+)
+def test_missing_and_misplaced_schemas_are_refused(client: httpx.Client, response_format: dict[str, Any]) -> None:
+    for path, question in (("/v1/chat/completions", QUESTION), ("/v1/completions", {"prompt": "a"})):
+        response = client.post(path, json=question | {"response_format": response_format})
+        assert response.status_code == 400
+        assert "belongs in json_schema.schema" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["any", 5, True, ["auto"]])
+def test_unknown_tool_choices_are_refused(client: httpx.Client, choice: object) -> None:
+    for path, question in (("/v1/chat/completions", QUESTION), ("/v1/responses", {"input": "a"})):
+        response = client.post(path, json=question | {"tool_choice": choice})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "tool_choice" and '"auto", "none", "required"' in error["message"]
+
+
+def test_top_logprobs_needs_logprobs(client: httpx.Client) -> None:
+    response = client.post("/v1/chat/completions", json=QUESTION | {"top_logprobs": 2})
+
+    assert response.status_code == 400
+    assert "top_logprobs needs logprobs" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_question_without_documents_is_404(any_client: httpx.Client, is_streamed: bool) -> None:
+    change = {"stream": is_streamed, "stillroom": {"where": "team = nothing"}}
+    response = any_client.post("/v1/chat/completions", json=QUESTION | change)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "nothing_found")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"seed": -2}, "seed"),
+        ({"n": 0}, "n"),
+        ({"stop": ""}, "stop.0"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"logit_bias": {"word": 1}}, "logit_bias.word.[key]"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"stillroom": {"top_k": 0}}, "stillroom.top_k"),
+        ({"stillroom": {"mode": "magic"}}, "stillroom.mode"),
+        ({"stillroom": {"topk": 3}}, "stillroom.topk"),
+    ],
+)
+def test_invalid_request_is_400_and_names_the_field(
+    any_client: httpx.Client, change: dict[str, Any], param: str
+) -> None:
+    response = any_client.post("/v1/chat/completions", json=QUESTION | change)
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "no question"}],
+        [{"role": "user", "content": "  "}],
+        [{"role": "user", "content": []}],
+    ],
+)
+def test_messages_without_a_question_are_400(any_client: httpx.Client, messages: list[dict[str, Any]]) -> None:
+    response = any_client.post("/v1/chat/completions", json={"messages": messages})
+
+    assert response.status_code == 400
+    assert "no question" in response.json()["error"]["message"]
+
+
+def test_images_are_refused_with_a_clear_message(any_client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    response = any_client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": parts}]})
+
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages.0.content")
+    assert "'image_url'" in error["message"] and "text parts only" in error["message"]
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("fields", [{"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "auto"}, {"functions": [{}]}])
+def test_tools_are_ignored_with_a_warning(client: httpx.Client, fields: dict[str, Any]) -> None:
+    whole = client.post("/v1/chat/completions", json=QUESTION | fields).json()
+    *_, last, _ = events(client.post("/v1/chat/completions", json=QUESTION | fields | {"stream": True}))
+    for ours in (whole["stillroom"], last["stillroom"]):
+        assert any("no tools are called" in warning for warning in ours["warnings"])
+    plain = client.post("/v1/chat/completions", json=QUESTION | {"tools": []}).json()
+    assert not any("tools" in warning for warning in plain["stillroom"]["warnings"])
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tool_choice": TOOL}, {"function_call": {"name": "weather"}}]
+)
+def test_a_required_tool_call_is_refused(client: httpx.Client, fields: dict[str, Any]) -> None:
+    response = client.post("/v1/chat/completions", json=QUESTION | {"tools": [TOOL]} | fields)
+    assert response.status_code == 400
+    assert "no tools are called here" in response.json()["error"]["message"]
