@@ -145,7 +145,7 @@ def test_too_long_prompt_drops_the_oldest_turns_then_the_last_chunks(tokenizer: 
     assert kept(whole - 1) == (5, [*range(3, 8), 20, 21]), "the next prompts begin there too"
     alone = builder.build(chunks_of(7, 20, 21), "now?", None).num_tokens
     assert kept(alone) == (0, [7, 20, 21]), "a chunk whose turn was dropped stands with the question again"
-    numbers = [kept(size)[0] for size in range(alone, whole + 1, 6)] + [7]
+    numbers = [kept(size)[0] for size in range(alone, whole + 1, 20)] + [7]
     assert sorted(set(numbers)) == [0, 1, 2, 3, 5, 7] and numbers == sorted(numbers)
 
 

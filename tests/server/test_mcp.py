@@ -295,7 +295,14 @@ def test_server_without_the_setting_has_no_route(tmp_path: Path) -> None:
         assert httpx2.post(f"{url}/mcp", json={}).status_code == 404
 
 
-def test_command_speaks_over_its_pipes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"),
+    [
+        ("read_document", {"document": "people.md"}, "Jatha Jurlow later moved to Wunwick."),
+        pytest.param("ask", {"question": QUESTION}, ANSWER, marks=pytest.mark.slow),
+    ],
+)
+def test_command_speaks_over_its_pipes(tmp_path: Path, tool: str, arguments: dict[str, str], said: str) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/people.md").write_text(PEOPLE, encoding="utf-8")
     with Stillroom.open(tmp_path / "kb") as opened:
@@ -303,6 +310,6 @@ def test_command_speaks_over_its_pipes(tmp_path: Path) -> None:
     command = ["-m", "stillroom.cli.main", "mcp", "--kb", str(tmp_path / "kb"), "--model", "bundled:microworld"]
     found = use(
         StdioServerParameters(command=sys.executable, args=command),
-        lambda client: client.call_tool("ask", {"question": QUESTION}),
+        lambda client: client.call_tool(tool, arguments),
     )
-    assert found.structured_content["answer"] == ANSWER
+    assert said in str(found.structured_content)

@@ -11,6 +11,7 @@ import torch
 
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.models.tokenizer import Tokenizer
+from training.data import rows
 from training.data.collection import Library
 from training.data.rows import NO_TARGET, Batches, Renderer, Sample
 from training.data.spans import occurs
@@ -153,6 +154,9 @@ def test_dense_and_block_mask_are_equal(library: Library, tokenizer: Tokenizer) 
         assert bool(dense[0, 0, query, key]) == bool(key <= query and is_own)
 
 
-def test_rows_too_short_for_any_example_are_refused(library: Library, tokenizer: Tokenizer) -> None:
+def test_rows_too_short_for_any_example_are_refused(
+    library: Library, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_MAX_TOO_LONG", 20)
     with pytest.raises(ValueError, match="raise row_tokens"):
         replace(batches(library, tokenizer), row_tokens=16).batch(0)
