@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stillroom.backends.document_windows import cut_windows
 from stillroom.kvcache.tree.provenance import MAX_SEEN
+from tests.examples import most_examples
 
 overlaps = st.floats(0.0, 1.0)
 documents = st.lists(st.integers(1, 30), max_size=40)
@@ -46,7 +47,7 @@ def check_windows(lengths: Sequence[int], room: int, overlap: float) -> None:
 @given(documents, rooms, overlaps)
 @example([10, 99, 10, 10], 20, 0.5)
 @example([5, 5, 5], 5, 1.0)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=most_examples(300), deadline=None)
 def test_every_chunk_that_fits_is_new_in_exactly_one_window(lengths: list[int], room: int, overlap: float) -> None:
     check_windows(lengths, room, overlap)
 

@@ -18,6 +18,7 @@ from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.errors import DeadlineExceededError, RequestTimeoutError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from tests.engine.modelled import NUM_BLOCKS, ask, modelled_engine
+from tests.examples import most_examples
 
 
 def run(engine: Engine) -> list[TokenEvent]:
@@ -100,7 +101,7 @@ def test_request_that_ended_in_a_failed_step_does_not_expire(monkeypatch: pytest
     assert ends(run(engine)) == {"innocent": (6, None)}
 
 
-@settings(max_examples=100)
+@settings(max_examples=most_examples(100))
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 4.0]))
 def test_expired_requests_agree_with_a_scan_of_all_requests(seed: int, timeout: float) -> None:
     draw, clock, deadlines = random.Random(seed), VirtualClock(), Deadlines(timeout)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.kv import Tier
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
+from tests.examples import most_examples
 from tests.kvcache.prepared_fixture import ANYWHERE, LENGTH_OF_QUESTION, PREPARED, SIZE, PreparedFixture, prefixes
 
 # Counting
@@ -179,7 +180,7 @@ def check_eviction(fixture: PreparedFixture, num_blocks: int) -> None:
 
 
 @given(small, small, small, small, st.sampled_from([PREPARED, None]), st.lists(actions, max_size=16))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=most_examples(80), deadline=None)
 def test_budgets_hold_and_unused_kv_is_evicted_first(
     host: int, disk: int, unused_host: int, unused_disk: int, anywhere: AnywhereOptions | None, steps: list[Any]
 ) -> None:

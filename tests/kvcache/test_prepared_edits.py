@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import most_examples
 from tests.kvcache.prepared_fixture import SIZE, Path, PreparedFixture, prefixes, text_of
 
 
@@ -127,7 +128,7 @@ ALL_OF_IT = ("ask", [4, 2, 0, 1, 3], 0, False)
 @example([("prepare", 0, 5, 0, 40, 0), ("insert", 2, 1), ALL_OF_IT, ("remove", 2, False), ALL_OF_IT])
 @example([("prepare", 0, 5, 0, 40, 0), ("move", 0, 3), ALL_OF_IT, ("prepare", 1, 3, 1, 40, 0), ALL_OF_IT])
 @example([("prepare", 0, 2, 0, 12, 0), ("prepare", 1, 2, 0, 12, 0), ("prepare", 1, 2, 1, 12, 0)])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=most_examples(120), deadline=None)
 def test_a_copy_is_placed_if_and_only_if_its_path_ends_the_current_path_of_its_chunk(
     steps: list[tuple[Any, ...]],
 ) -> None:

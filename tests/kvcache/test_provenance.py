@@ -23,6 +23,7 @@ from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.provenance import MAX_SEEN
 from stillroom.kvcache.tree.tree_options import TreeOptions
+from tests.examples import most_examples
 from tests.fakes import ManualClock
 
 SIZE = 4
@@ -236,7 +237,7 @@ BEHIND = [*ask(1, 2), *ask(2, 3)]
 @given(st.sampled_from([0.0, 0.4]), st.lists(asks | asks | ends | ends | changes | restarts, max_size=40))
 @example(0.0, [*BEHIND, ("ask", [3, 5], 0, None, None), ("remove", 1), ("end", 0)])
 @example(0.0, [*ask(1, 2, turn_at=1), *ask(2, 4, turn_at=2), *ask(5, 4)])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=most_examples(150), deadline=None)
 def test_no_request_uses_kv_that_has_seen_removed_or_forbidden_documents(
     ratio: float, steps: list[tuple[Any, ...]]
 ) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from stillroom.errors import ModelError, ModelNotFoundError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer, _byte_alphabet
+from tests.examples import most_examples
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def torn() -> CountingTokenizer:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=most_examples(200))
 def test_pieces_of_any_bytes_add_up(torn: CountingTokenizer, data: st.DataObject) -> None:
     """Also if they never end in a whole character, so that the window is shortened."""
     some = data.draw(st.lists(st.integers(0, len(torn.hf_tokenizer) - 1), min_size=1, max_size=4))

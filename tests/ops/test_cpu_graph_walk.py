@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_graph_walk import HIDDEN, enter, rows_of, walk
+from tests.examples import most_examples
 
 M = 3
 """Most neighbours of a row at a level; twice as many at level 0."""
@@ -78,7 +79,7 @@ def slow_walk(
     return beam, best_first(seen - hidden), not {*beam} - expanded
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=most_examples(300), deadline=None)
 @given(
     graph=graphs(),
     ef_search=st.integers(1, 12),

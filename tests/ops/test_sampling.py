@@ -17,6 +17,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import SamplingParams, uniform_at
 from stillroom.errors import UsageError
 from stillroom.ops.sampling import logprobs, non_finite_rows, sample, sample_reference
+from tests.examples import most_examples
 
 # Halves, and penalties that are powers of two: ties are exact in float32 too.
 HALVES = st.integers(-8, 8).map(lambda n: n / 2)
@@ -87,7 +88,7 @@ def moved(one: SampleSpec, by: float) -> SampleSpec:
 
 
 @given(rows(), st.sampled_from([1, 2, 1024]))
-@settings(max_examples=300)
+@settings(max_examples=most_examples(300))
 def test_row_equals_its_reference(row: tuple[list[float], SampleSpec], num_tried: int) -> None:
     logits, one = row
     with patch("stillroom.ops.sampling.NUM_TRIED", num_tried):

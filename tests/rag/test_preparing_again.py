@@ -18,6 +18,7 @@ from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.kv import Tier
 from stillroom.rag.preparing import DocumentPreparer
+from tests.examples import most_examples
 from tests.fakes import ManualClock
 from tests.kvcache.prepared_fixture import SIZE, PreparedFixture
 
@@ -185,7 +186,7 @@ budgets = st.integers(0, 16 * RECORD)
 
 
 @given(budgets, budgets, st.lists(actions, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=most_examples(100), deadline=None)
 def test_preparing_ends_when_nothing_changes(disk: int, unused: int, steps: list[Any]) -> None:
     service = Service(disk, unused)
     for name, *arguments in steps:

@@ -11,6 +11,7 @@ from stillroom.core.ids import DocumentId
 from stillroom.errors import ConfigError
 from stillroom.retrieval.chunker import Chunker, _stretches
 from stillroom.retrieval.embedder import Embedder
+from tests.examples import most_examples
 
 WORDS = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=["Z", "C"]), min_size=1, max_size=12),
@@ -34,7 +35,7 @@ def chunker(embedder: Embedder, max_tokens: int = 32) -> Chunker:
     return Chunker(embedder.tokenizer, max_tokens, embedder.max_seq_length)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=most_examples(60), deadline=None)
 @given(PARAGRAPHS)
 def test_every_word_is_in_the_chunks_in_order(embedder: Embedder, paragraphs: tuple[Paragraph, ...]) -> None:
     chunks = chunker(embedder, 16).chunks(document(*paragraphs))
@@ -42,7 +43,7 @@ def test_every_word_is_in_the_chunks_in_order(embedder: Embedder, paragraphs: tu
     assert squeezed == "".join("".join(paragraph.text.split()) for paragraph in paragraphs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=most_examples(60), deadline=None)
 @given(PARAGRAPHS, st.text(max_size=400))
 def test_chunks_stay_within_the_token_limits(embedder: Embedder, paragraphs: tuple[Paragraph, ...], title: str) -> None:
     for chunk in chunker(embedder, 16).chunks(document(*paragraphs, title=title)):
@@ -62,7 +63,7 @@ def test_pages_are_carried_to_the_chunks(embedder: Embedder) -> None:
     assert [(chunk.start_page, chunk.end_page) for chunk in parts] == [(7, 8)] * (len(parts) - 1) + [(0, 0)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=most_examples(40), deadline=None)
 @given(PARAGRAPHS)
 def test_short_words_are_never_cut(embedder: Embedder, paragraphs: tuple[Paragraph, ...]) -> None:
     words = {word for paragraph in paragraphs for word in paragraph.text.split() if len(word) < 8}

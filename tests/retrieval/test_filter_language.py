@@ -23,6 +23,7 @@ from stillroom.retrieval.filters.language import AllOf, AnyOf, FieldComparison, 
 from stillroom.retrieval.filters.sql import condition_of
 from stillroom.retrieval.hybrid import FilteredChunks
 from stillroom.retrieval.store.corpus import Corpus
+from tests.examples import most_examples
 from tests.retrieval.test_corpus import stored
 
 
@@ -243,7 +244,7 @@ def last_of(year: int, month: int) -> datetime.datetime:
             day -= 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=most_examples(150), deadline=None)
 @given(FILTERS, st.lists(METADATA, min_size=1, max_size=4))
 def test_sqlite_finds_what_the_evaluator_finds(
     tmp_path_factory: pytest.TempPathFactory, where: Filter, given_metadata: list[dict[str, object]]

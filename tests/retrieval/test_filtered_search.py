@@ -26,6 +26,7 @@ from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.vector_index import VectorIndex
+from tests.examples import most_examples
 from tests.retrieval.conftest import MakeFile, OpenKb
 from tests.retrieval.index.test_bm25 import chunk
 from tests.retrieval.test_corpus import stored
@@ -88,7 +89,7 @@ def some(ids: NDArray[np.int64], share: float, seed: int) -> AllowedIds:
     return AllowedIds(np.sort(np.append(chosen, [-7, 10**15])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=most_examples(60), deadline=None)
 @given(st.integers(1, 60), st.integers(0, 2**20), st.floats(0, 1), st.integers(1, 20), st.integers(1, 5))
 def test_flat_is_exact(count: int, seed: int, share: float, k: int, num_stages: int) -> None:
     ids = np.arange(count) * 3

@@ -14,6 +14,7 @@ from stillroom.kvcache.lease import Lease
 from stillroom.scheduler.policy import POLICIES, AdmissionCandidate, Policy, cache_first, first_come, shortest_first
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
+from tests.examples import most_examples
 
 NAMES = (b"key", b"content")
 
@@ -213,7 +214,7 @@ def has_run(one: Sequence) -> bool:
     return one.status is Status.PREEMPTED
 
 
-@settings(max_examples=200)
+@settings(max_examples=most_examples(200))
 @given(st.integers(0, 10_000), st.sampled_from(sorted(POLICIES)), st.sampled_from([0, 1, 3, 1000]))
 def test_queue_agrees_with_a_reference_that_scans_all_requests(seed: int, policy: str, window: int) -> None:
     draw = random.Random(seed)

@@ -35,6 +35,7 @@ from stillroom.scheduler.limits import SchedulerLimits
 from stillroom.scheduler.policy import POLICIES as SCHEDULING
 from stillroom.scheduler.scheduler import Scheduler
 from stillroom_bench.loads.policy_replay import NoMover
+from tests.examples import most_examples
 from tests.fakes import ManualClock
 from tests.kvcache.prefix_memory import PrefixMemory, PrefixRunner, answer_of
 
@@ -214,7 +215,7 @@ def act(fixture: SchedulerFixture, action: str) -> None:
         fixture.tree.store_next()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=most_examples(60), deadline=None)
 @given(
     st.lists(st.sampled_from(ACTIONS), max_size=80),
     st.integers(0, 2**16),

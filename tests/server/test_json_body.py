@@ -17,6 +17,7 @@ from stillroom.server.schemas.requests import (
     DocumentsRequest,
     EmbeddingRequest,
 )
+from tests.examples import most_examples
 
 JSON = {"content-type": "application/json"}
 
@@ -116,7 +117,7 @@ def test_valid_json_is_parsed_as_by_python(value: object) -> None:
     assert parse(json.dumps(value, ensure_ascii=False).encode()) == value
 
 
-@settings(max_examples=200)
+@settings(max_examples=most_examples(200))
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]",:\\ud800e19.-NaInfty ', max_size=60).map(str.encode))
 def test_any_bytes_are_parsed_or_refused(body: bytes) -> None:
     try:

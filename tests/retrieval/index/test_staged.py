@@ -18,6 +18,7 @@ from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.hnsw import HnswIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex
 from stillroom.retrieval.vector_index import VectorIndex, stages
+from tests.examples import most_examples
 from tests.retrieval.conftest import OpenKb
 
 WORDS = ("vault", "key", "rotate", "bread", "bake", "oven", "cat", "sleep", "hunt", "night", "ledger", "audit")
@@ -125,7 +126,7 @@ def exact_vectors(count: int, seed: int) -> Vectors:
     return np.random.default_rng(seed).integers(-1000, 1001, size=(count, 8)).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=most_examples(60), deadline=None)
 @given(
     size=st.sampled_from([1, 2, 10, 60, 400]),
     seed=st.integers(0, 500),
