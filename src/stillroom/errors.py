@@ -88,6 +88,10 @@ class IndexUnavailableError(KnowledgeBaseError):
     """The server of the dense index cannot be reached, or refuses; no search runs without it."""
 
 
+class DatabaseUnavailableError(KnowledgeBaseError):
+    """The PostgreSQL server of a knowledge base cannot be reached, or refuses; documents cannot be changed."""
+
+
 class EmptyKnowledgeBaseError(KnowledgeBaseError):
     """The knowledge base holds no documents yet."""
 

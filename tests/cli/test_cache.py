@@ -11,8 +11,8 @@ from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import KV_FOLDER
 from stillroom.kvstore.record import checksum_of
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.cli.harness import Run
 from tests.retrieval.test_reading_only import read_only
 
@@ -25,7 +25,7 @@ MODEL = b"\x07" * 32
 def records() -> list[Path]:
     """Three records of 100 bytes each, without a document."""
     Path("kb").mkdir()
-    Corpus(Path("kb") / CORPUS).close()
+    SqliteCorpus(Path("kb") / CORPUS).close()
     store = DiskStore(Path("kb") / KV_FOLDER, MODEL)
     for index in range(3):
         key = NodeKey(bytes([index]) * 32)

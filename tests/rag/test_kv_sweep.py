@@ -17,8 +17,8 @@ from stillroom.kvstore.owners import OwnerNote, note_owner, noted_owners
 from stillroom.kvstore.record import Header, checksum_of
 from stillroom.rag.kv_sweep import sweep_kv
 from stillroom.rag.stillroom import Stillroom
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, record
 from tests.rag.test_reuse import TEXTS
 from tests.retrieval.test_corpus import stored
@@ -62,13 +62,13 @@ class KvFolderFixture:
 def make(folder: Path) -> str:
     """Create a knowledge base with the documents `a` and `b`; returns its identity."""
     folder.mkdir(parents=True)
-    with contextlib.closing(Corpus(folder / CORPUS)) as corpus:
+    with contextlib.closing(SqliteCorpus(folder / CORPUS)) as corpus:
         corpus.commit([stored("a", "one"), stored("b", "two")])
         return corpus.corpus_id
 
 
 def remove(folder: Path, document: str) -> None:
-    with contextlib.closing(Corpus(folder / CORPUS)) as corpus:
+    with contextlib.closing(SqliteCorpus(folder / CORPUS)) as corpus:
         corpus.remove([DocumentId(document)])
 
 

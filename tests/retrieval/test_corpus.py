@@ -15,8 +15,8 @@ from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId, chunk_id_of
 from stillroom.core.metadata import Metadata
 from stillroom.errors import CorruptKnowledgeBaseError
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.sql_rows import Changes, SourceFile, SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
 
 def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> StoredDocument:
@@ -40,12 +40,12 @@ def stored(name: str, *texts: str, title: str = "T", first_line: int = 1) -> Sto
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Iterator[Corpus]:
-    with contextlib.closing(Corpus(tmp_path / "corpus.sqlite3")) as found:
+def corpus(tmp_path: Path) -> Iterator[SqliteCorpus]:
+    with contextlib.closing(SqliteCorpus(tmp_path / "corpus.sqlite3")) as found:
         yield found
 
 
-def test_stored_document_is_returned(corpus: Corpus) -> None:
+def test_stored_document_is_returned(corpus: SqliteCorpus) -> None:
     document = stored("a", "one", "two")
     corpus.commit([document])
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (1, 2, 1)
@@ -59,7 +59,7 @@ def test_stored_document_is_returned(corpus: Corpus) -> None:
     assert (info.document_id, info.title, info.num_chunks, info.num_bytes, info.added_at) == ("a", "T", 2, 10, 5.0)
 
 
-def test_changes_since_returns_what_an_index_misses(corpus: Corpus) -> None:
+def test_changes_since_returns_what_an_index_misses(corpus: SqliteCorpus) -> None:
     first, second = stored("a", "one", "two"), stored("b", "three")
     corpus.commit([first])
     corpus.commit([second])
@@ -71,7 +71,7 @@ def test_changes_since_returns_what_an_index_misses(corpus: Corpus) -> None:
     assert corpus.changes_since(3) == type(changes)(3, (), ())
 
 
-def test_edit_changes_only_chunks_with_new_text(corpus: Corpus) -> None:
+def test_edit_changes_only_chunks_with_new_text(corpus: SqliteCorpus) -> None:
     corpus.commit([stored("a", "one", "two", "three")])
     edited = stored("a", "one", "2", "three", first_line=10)
     corpus.commit([edited])
@@ -81,7 +81,7 @@ def test_edit_changes_only_chunks_with_new_text(corpus: Corpus) -> None:
     assert [chunk.start_line for chunk, _ in corpus.chunks_of(DocumentId("a"))] == [10, 11, 12]
 
 
-def test_pages_change_without_a_new_vector(corpus: Corpus) -> None:
+def test_pages_change_without_a_new_vector(corpus: SqliteCorpus) -> None:
     before = stored("a", "one", "two")
     corpus.commit([before])
     moved = tuple(dataclasses.replace(chunk, start_page=3, end_page=4) for chunk in before.chunks)
@@ -90,14 +90,14 @@ def test_pages_change_without_a_new_vector(corpus: Corpus) -> None:
     assert (corpus.generation, corpus.changes_since(1)) == (1, Changes(1, (), ()))
 
 
-def test_moved_lines_raise_the_generation_without_index_changes(corpus: Corpus) -> None:
+def test_moved_lines_raise_the_generation_without_index_changes(corpus: SqliteCorpus) -> None:
     corpus.commit([stored("a", "one")])
     corpus.commit([dataclasses.replace(stored("a", "one", first_line=7), content_hash="the same, elsewhere")])
     assert corpus.chunks_of(DocumentId("a"))[0][0].start_line == 7
     assert corpus.changes_since(1) == Changes(2, (), ()), "caches of answers must notice"
 
 
-def test_changed_metadata_raises_the_generation_without_index_changes(corpus: Corpus) -> None:
+def test_changed_metadata_raises_the_generation_without_index_changes(corpus: SqliteCorpus) -> None:
     metadata: Metadata = {"team": "legal", "year": 2024, "tags": ("a", 1, 2.5, True), "is_draft": False}
     document = stored("a", "one")
     corpus.commit([dataclasses.replace(document, metadata=metadata)])
@@ -107,7 +107,7 @@ def test_changed_metadata_raises_the_generation_without_index_changes(corpus: Co
     assert corpus.changes_since(1) == Changes(2, (), ())
 
 
-def test_new_title_changes_every_chunk(corpus: Corpus) -> None:
+def test_new_title_changes_every_chunk(corpus: SqliteCorpus) -> None:
     corpus.commit([stored("a", "one")])
     renamed = stored("a", "one", title="Other")
     corpus.commit([renamed])
@@ -115,7 +115,7 @@ def test_new_title_changes_every_chunk(corpus: Corpus) -> None:
     np.testing.assert_array_equal(corpus.chunks_of(DocumentId("a"))[0][1], renamed.vectors[0])
 
 
-def test_restored_chunk_has_no_tombstone(corpus: Corpus) -> None:
+def test_restored_chunk_has_no_tombstone(corpus: SqliteCorpus) -> None:
     corpus.commit([stored("a", "one")])
     corpus.commit(removed=[DocumentId("a")])
     corpus.commit([stored("a", "one")])
@@ -123,7 +123,7 @@ def test_restored_chunk_has_no_tombstone(corpus: Corpus) -> None:
     assert len(corpus.changes_since(1).added) == 1
 
 
-def test_failed_commit_changes_nothing(corpus: Corpus) -> None:
+def test_failed_commit_changes_nothing(corpus: SqliteCorpus) -> None:
     good, bad = stored("a", "one"), stored("b", "two", "three")
     bad = dataclasses.replace(bad, vectors=np.zeros((1, 2), np.float32))
     with pytest.raises(ValueError):
@@ -131,7 +131,7 @@ def test_failed_commit_changes_nothing(corpus: Corpus) -> None:
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 0)
 
 
-def test_existing_does_not_wait_for_a_commit(corpus: Corpus) -> None:
+def test_existing_does_not_wait_for_a_commit(corpus: SqliteCorpus) -> None:
     """The engine calls `existing` between two steps."""
     corpus.commit([stored("a", "one")])
     chunk = stored("a", "one").chunks[0].chunk_id
@@ -147,7 +147,7 @@ def test_existing_does_not_wait_for_a_commit(corpus: Corpus) -> None:
     assert (corpus.generation, corpus.existing([chunk])) == (2, set())
 
 
-def test_many_documents_are_removed_in_several_commits(corpus: Corpus) -> None:
+def test_many_documents_are_removed_in_several_commits(corpus: SqliteCorpus) -> None:
     """Others read in between, and no document is removed in part."""
     documents = [stored(f"d{index}", "one", "two") for index in range(501)]
     corpus.commit(documents)
@@ -155,7 +155,7 @@ def test_many_documents_are_removed_in_several_commits(corpus: Corpus) -> None:
     assert (corpus.num_documents, corpus.num_chunks, corpus.generation) == (0, 0, 3)
 
 
-def test_source_records_do_not_raise_the_generation(corpus: Corpus) -> None:
+def test_source_records_do_not_raise_the_generation(corpus: SqliteCorpus) -> None:
     source = SourceFile("a", 10, 99, "hash", {"team": "legal"})
     corpus.commit(sources=[SourceUpdate("a", source)])
     assert (corpus.sources(), corpus.generation) == ({"a": source}, 0)
@@ -164,8 +164,8 @@ def test_source_records_do_not_raise_the_generation(corpus: Corpus) -> None:
     assert corpus.sources() == {}, "a file whose document was removed is read again when it is added again"
 
 
-def test_another_connection_sees_the_last_commit(corpus: Corpus, tmp_path: Path) -> None:
-    reader = Corpus(tmp_path / "corpus.sqlite3")
+def test_another_connection_sees_the_last_commit(corpus: SqliteCorpus, tmp_path: Path) -> None:
+    reader = SqliteCorpus(tmp_path / "corpus.sqlite3")
     assert reader.num_chunks == 0
     corpus.commit([stored("a", "one")])
     assert (reader.num_chunks, reader.generation) == (1, 1)
@@ -178,10 +178,10 @@ def test_damaged_file_is_reported_as_damaged(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
     path.write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorruptKnowledgeBaseError, match="backup"):
-        Corpus(path)
+        SqliteCorpus(path)
 
 
-def test_error_for_a_damaged_row_does_not_quote_it(corpus: Corpus, tmp_path: Path) -> None:
+def test_error_for_a_damaged_row_does_not_quote_it(corpus: SqliteCorpus, tmp_path: Path) -> None:
     corpus.commit([stored("a", "one")])
     with sqlite3.connect(tmp_path / "corpus.sqlite3") as database:
         database.execute("UPDATE chunks SET text = CAST(x'73656372657420ff' AS TEXT)")

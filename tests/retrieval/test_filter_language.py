@@ -22,7 +22,7 @@ from stillroom.errors import FilterError, UsageError
 from stillroom.retrieval.filters.language import AllOf, AnyOf, FieldComparison, Filter, Not, Value, parse_filter
 from stillroom.retrieval.filters.sql import condition_of
 from stillroom.retrieval.hybrid import FilteredChunks
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.examples import most_examples
 from tests.retrieval.test_corpus import stored
 
@@ -249,7 +249,7 @@ def last_of(year: int, month: int) -> datetime.datetime:
 def test_sqlite_finds_what_the_evaluator_finds(
     tmp_path_factory: pytest.TempPathFactory, where: Filter, given_metadata: list[dict[str, object]]
 ) -> None:
-    corpus = Corpus(tmp_path_factory.getbasetemp() / f"{np.random.default_rng().integers(2**62)}.sqlite3")
+    corpus = SqliteCorpus(tmp_path_factory.getbasetemp() / f"{np.random.default_rng().integers(2**62)}.sqlite3")
     expected: set[int] = set()
     for number, raw in enumerate(given_metadata):
         metadata: Metadata = clean_metadata(raw)
@@ -266,8 +266,8 @@ def test_sqlite_finds_what_the_evaluator_finds(
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    made = Corpus(tmp_path / "corpus.sqlite3")
+def corpus(tmp_path: Path) -> SqliteCorpus:
+    made = SqliteCorpus(tmp_path / "corpus.sqlite3")
     said: Metadata = {
         "team": "legal",
         "tags": ("x", 3),
@@ -310,7 +310,7 @@ def corpus(tmp_path: Path) -> Corpus:
         ("title = T and added < 1971", "ab"),
     ],
 )
-def test_examples(corpus: Corpus, where: str, names: str | None) -> None:
+def test_examples(corpus: SqliteCorpus, where: str, names: str | None) -> None:
     if names is None:
         with pytest.raises(FilterError, match="no document"):
             FilteredChunks(corpus).allowed(where)
@@ -333,7 +333,7 @@ def test_examples(corpus: Corpus, where: str, names: str | None) -> None:
         "type = md or " * 700 + "title = x",
     ],
 )
-def test_every_accepted_filter_can_be_searched(corpus: Corpus, where: str) -> None:
+def test_every_accepted_filter_can_be_searched(corpus: SqliteCorpus, where: str) -> None:
     assert corpus.matching(condition_of(parse_filter(where)))[0] == 1
     corpus.close()
 
@@ -346,7 +346,7 @@ def test_every_accepted_filter_can_be_searched(corpus: Corpus, where: str) -> No
         ("zzz = 1", "known fields are path, title, type, added, half, id, n, ok, path, tags"),
     ],
 )
-def test_unknown_field_of_an_empty_result_is_named(corpus: Corpus, where: str, message: str) -> None:
+def test_unknown_field_of_an_empty_result_is_named(corpus: SqliteCorpus, where: str, message: str) -> None:
     filters = FilteredChunks(corpus)
     for _ in range(2):
         with pytest.raises(FilterError, match=re.escape(message)):
@@ -357,7 +357,7 @@ def test_unknown_field_of_an_empty_result_is_named(corpus: Corpus, where: str, m
 
 
 def test_an_empty_knowledge_base_has_no_fields_to_miss(tmp_path: Path) -> None:
-    with closing(Corpus(tmp_path / "corpus.sqlite3")) as corpus:
+    with closing(SqliteCorpus(tmp_path / "corpus.sqlite3")) as corpus:
         assert len(FilteredChunks(corpus).allowed("team = legal")) == 0
 
 
@@ -365,7 +365,7 @@ def test_a_path_is_found_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.Mo
     """`list` and sources name documents by `short_path`: relative to the current folder where that is shorter."""
     monkeypatch.chdir(tmp_path)
     names = [str(tmp_path / "docs" / "a.md"), f"{tmp_path / 'docs' / 'b.jsonl'}#7", "uploads/c.md"]
-    with closing(Corpus(tmp_path / "corpus.sqlite3")) as corpus:
+    with closing(SqliteCorpus(tmp_path / "corpus.sqlite3")) as corpus:
         for name in names:
             path = name.partition("#")[0]
             corpus.commit([dataclasses.replace(stored(name, name), path=path)])
@@ -381,7 +381,7 @@ def test_a_path_is_found_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(filters.allowed("path = docs/b.jsonl")) == 1, "all records of a file"
 
 
-def test_allowed_chunks_are_cached_per_generation(corpus: Corpus) -> None:
+def test_allowed_chunks_are_cached_per_generation(corpus: SqliteCorpus) -> None:
     filters = FilteredChunks(corpus)
     first = filters.allowed("team=legal")
     assert filters.allowed("team=legal") is first

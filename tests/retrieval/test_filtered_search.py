@@ -24,7 +24,7 @@ from stillroom.retrieval.index.qdrant_collection import QdrantCollection
 from stillroom.retrieval.index.qdrant_index import QdrantIndex
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from stillroom.retrieval.vector_index import VectorIndex
 from tests.examples import most_examples
 from tests.retrieval.conftest import MakeFile, OpenKb
@@ -192,7 +192,7 @@ def test_filtered_bm25_equals_the_filtered_full_list(
 
 @pytest.fixture
 def collection(tmp_path: Path) -> Iterator[tuple[QdrantIndex, NDArray[np.int64], Vectors]]:
-    corpus = Corpus(tmp_path / "corpus.sqlite3")
+    corpus = SqliteCorpus(tmp_path / "corpus.sqlite3")
     place = QdrantCollection(QdrantConfig(url="embedded"), IndexConfig(kind="qdrant"), tmp_path / "q", "x", D)
     index = QdrantIndex(place, corpus, D, 64)
     document = stored("a", *(f"text {number}" for number in range(60)))

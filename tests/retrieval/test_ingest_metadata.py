@@ -9,7 +9,8 @@ import pytest
 from stillroom.core.metadata import Metadata
 from stillroom.retrieval import ingest
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.sql_rows import CommitReport
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.retrieval.conftest import MakeFile, OpenKb
 
 
@@ -77,13 +78,13 @@ def test_reused_chunks_are_committed_as_often_as_embedded_ones(
         make_file(f"{number}.md", f"# Number {number}\n\n## Keys\n\nIron.\n\n## Cats\n\nSoft.\n")
     monkeypatch.setattr(ingest, "_COMMITTED_TOGETHER", 4)
     sizes: list[int] = []
-    commit = Corpus.commit
+    commit = SqliteCorpus.commit
 
-    def counted(self: Corpus, documents: list[object], *others: object) -> int:
+    def counted(self: SqliteCorpus, documents: list[object], *others: object) -> CommitReport:
         sizes.append(len(documents))
         return commit(self, documents, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Corpus, "commit", counted)
+    monkeypatch.setattr(SqliteCorpus, "commit", counted)
     kb = open_kb()
     kb.add([docs])
     assert sizes[:3] == [2, 2, 2]

@@ -18,8 +18,9 @@ from stillroom.retrieval import ingest
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.intake import reading
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.store import corpus
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store import sqlite_corpus
+from stillroom.retrieval.store.sql_rows import CommitReport
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.retrieval.conftest import BREAD, CATS, MODES, UNSHARED, MakeFile, OpenKb, Spy, first_name, names
 
 # Searching
@@ -293,19 +294,19 @@ def test_unknown_target_is_reported_and_does_not_stop_others(
 def test_repeated_removal_completes_an_interrupted_one(
     open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "_BATCH", 1)
+    monkeypatch.setattr(sqlite_corpus, "_BATCH", 1)
     kb = open_kb()
     kb.add([three])
     targets = [str(three / name) for name in ("cats.md", "keys.md", "sub")]
-    commit = Corpus.commit
+    commit = SqliteCorpus.commit
 
-    def interrupted(self: Corpus, *, removed: Sequence[DocumentId]) -> int:
+    def interrupted(self: SqliteCorpus, *, removed: Sequence[DocumentId]) -> CommitReport:
         if removed[0] == targets[1]:
             raise KeyboardInterrupt
         return commit(self, removed=removed)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Corpus, "commit", interrupted)
+        patch.setattr(SqliteCorpus, "commit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             kb.remove(targets)
     assert kb.num_documents == 2 and kb.search("cats", mode="sparse").results == ()

@@ -12,8 +12,8 @@ import pytest
 
 from stillroom.core.ids import DocumentId
 from stillroom.errors import IncompatibleKnowledgeBaseError
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.sql_rows import ADDED_COLUMNS, SCHEMA, SCHEMA_VERSION, SourceFile, SourceUpdate
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.retrieval.conftest import MakeFile, OpenKb
 from tests.retrieval.test_corpus import stored
 
@@ -22,7 +22,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from stillroom.retrieval.store import sql_rows
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
 def dying(columns, at):
     for number, column in enumerate(columns):
@@ -32,7 +32,7 @@ def dying(columns, at):
     os.kill(os.getpid(), signal.SIGKILL)
 
 sql_rows.ADDED_COLUMNS = dying(sql_rows.ADDED_COLUMNS, int(sys.argv[2]))
-Corpus(Path(sys.argv[1]))
+SqliteCorpus(Path(sys.argv[1]))
 """
 
 
@@ -87,21 +87,21 @@ def test_old_knowledge_base_is_upgraded_on_opening(
     report = kb.add([docs])
     assert (report.num_unchanged, report.num_updated, report.failures) == (2, 0, ())
     assert json.loads((old / "manifest.json").read_text())["format_version"] == 2
-    fresh = Corpus(old.parent / "fresh.sqlite3")
+    fresh = SqliteCorpus(old.parent / "fresh.sqlite3")
     fresh.close()
     assert shape(old / "corpus.sqlite3") == shape(old.parent / "fresh.sqlite3")
 
 
 def test_version_2_gets_commit_ids_and_keeps_its_data(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
-    corpus = Corpus(path)
+    corpus = SqliteCorpus(path)
     corpus.commit([stored("a", "one")], sources=[SourceUpdate("a", SourceFile("a", 10, 99, "hash"))])
     corpus.close()
     database = sqlite3.connect(path)
     for statement in ("DROP TABLE commits", "DROP TRIGGER commits_have_names", "PRAGMA user_version = 2"):
         database.execute(statement)
     database.close()
-    corpus = Corpus(path)
+    corpus = SqliteCorpus(path)
     assert list(corpus.sources()) == ["a"], "no file has to be read again"
     corpus.commit(removed=[DocumentId("a")])
     assert (corpus.commit_id(1), len(corpus.commit_id(2) or ""), corpus.commit_id(3)) == ("", 32, None)
@@ -131,17 +131,17 @@ def test_incomplete_tables_of_version_1_are_completed(tmp_path: Path) -> None:
     for statement in SCHEMA[:3]:
         database.execute(statement)
     database.close()
-    corpus = Corpus(tmp_path / "corpus.sqlite3")
+    corpus = SqliteCorpus(tmp_path / "corpus.sqlite3")
     assert (corpus.generation, corpus.num_documents, len(corpus.corpus_id)) == (0, 0, 32)
     corpus.close()
 
 
 def test_tables_of_a_later_version_are_refused_and_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "corpus.sqlite3"
-    Corpus(path).close()
+    SqliteCorpus(path).close()
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(IncompatibleKnowledgeBaseError, match=f"version 99.* up to {SCHEMA_VERSION}"):
-        Corpus(path)
+        SqliteCorpus(path)
     assert shape(path)[0] == 99

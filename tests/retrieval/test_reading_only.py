@@ -15,7 +15,7 @@ import pytest
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.errors import KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval import atomic_files, repairing
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.retrieval.conftest import MODES, OpenKb, names
 from tests.retrieval.test_corpus import stored
 
@@ -162,14 +162,14 @@ def test_read_only_reader_sees_changes_of_others(open_kb: OpenKb, docs: Path, tm
 def test_immutable_file_changed_during_a_read_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "kb"
     folder.mkdir()
-    corpus = Corpus(folder / "corpus.sqlite3")
+    corpus = SqliteCorpus(folder / "corpus.sqlite3")
     corpus.commit([stored("a", "one")])
     corpus.close()
     with mounted_read_only(folder) as view:
-        reader = Corpus(view / "corpus.sqlite3")
+        reader = SqliteCorpus(view / "corpus.sqlite3")
         try:
             with pytest.raises(KnowledgeBaseBusyError, match="while it was read"), reader.reading():
-                other = Corpus(folder / "corpus.sqlite3")
+                other = SqliteCorpus(folder / "corpus.sqlite3")
                 other.commit([stored("b", "two")])
                 other.close()
             assert reader.num_documents == 2

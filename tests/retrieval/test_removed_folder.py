@@ -11,8 +11,8 @@ import pytest
 from stillroom.core.clock import SystemClock
 from stillroom.errors import KnowledgeBaseNotFoundError
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.folder import CORPUS, WriteLock
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from stillroom.retrieval.uploads import Uploads
 from tests.retrieval.conftest import OpenKb
 from tests.retrieval.test_corpus import stored
@@ -76,11 +76,11 @@ def test_folder_removed_during_an_add_stops_it_and_keeps_the_new_writers_note(
 def test_closing_a_replaced_corpus_keeps_the_log_of_the_new_one(tmp_path: Path) -> None:
     """SQLite deletes the log by name when the last connection closes, unless the database file was replaced."""
     path = tmp_path / CORPUS
-    old = Corpus(path)
+    old = SqliteCorpus(path)
     old.commit([stored("a", "one")])
     for one in tmp_path.iterdir():
         one.unlink()
-    new = Corpus(path)
+    new = SqliteCorpus(path)
     new.commit([stored("b", "two")])
     old.close()
     with sqlite3.connect(path) as other:

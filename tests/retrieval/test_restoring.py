@@ -11,7 +11,7 @@ import pytest
 from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.ids import DocumentId
 from stillroom.retrieval.index.indexes import Indexes
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.retrieval.index.test_dense_store import TIERED, D, document, run_now
 
 KINDS = {"flat": IndexConfig(kind="flat"), "tiered": TIERED, "qdrant": IndexConfig(kind="qdrant")}
@@ -26,8 +26,8 @@ class Place:
         self._num_chunks = 100 if config.has_tiers else 5
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[tuple[Corpus, Indexes]]:
-        with contextlib.closing(Corpus(self._corpus_path)) as corpus:
+    def opened(self) -> Iterator[tuple[SqliteCorpus, Indexes]]:
+        with contextlib.closing(SqliteCorpus(self._corpus_path)) as corpus:
             indexes = Indexes(self._folder, corpus, self._config, D, run_now, QdrantConfig(url="embedded"))
             with contextlib.closing(indexes):
                 yield corpus, indexes

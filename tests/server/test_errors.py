@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from stillroom.errors import (
     ConfigError,
     CorruptKnowledgeBaseError,
+    DatabaseUnavailableError,
     DeadlineExceededError,
     EngineClosedError,
     EngineError,
@@ -81,6 +82,7 @@ def test_each_error_class_has_a_status_and_a_code(
     [
         (KnowledgeBaseBusyError, (503, "knowledge_base_busy"), "try again"),
         (IndexUnavailableError, (503, "index_unavailable"), "mode sparse"),
+        (DatabaseUnavailableError, (503, "database_unavailable"), "searches go on"),
         (StorageError, (507, "storage_failed"), "full or failing"),
         (partial(CorruptKnowledgeBaseError, part="corpus.sqlite3"), (500, "knowledge_base_damaged"), "corpus.sqlite3"),
         (CorruptKnowledgeBaseError, (500, "knowledge_base_damaged"), "stillroom verify"),

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from stillroom.rag.stillroom import Stillroom
-from stillroom.retrieval.store.corpus import counts_of
+from stillroom.retrieval.store.closed_corpus import counts_of
 from stillroom.retrieval.store.folder import CORPUS
 from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants
 from tests.server.fakes import FakeStillroom, as_stillroom

@@ -14,11 +14,17 @@ from stillroom.cli.console import as_text
 from stillroom.config.quantities import parse_seconds, parse_size
 from stillroom.config.settings import EngineKind, ReuseMode, SearchMode
 from stillroom.errors import UsageError
+from stillroom.retrieval.store.postgresql.address import is_address, local_folder
 
 
 def expanded(path: Path | None) -> Path | None:
     """Expand `~`, which shells leave alone after `=` and in a service's environment."""
     return None if path is None else Path(os.path.expanduser(path))  # an unknown user stays as written
+
+
+def _folder_of(kb: str | Path) -> Path:
+    """Return the folder of a knowledge base; for a URL of PostgreSQL the local folder that stands for it."""
+    return local_folder(kb if is_address(kb) else os.path.expanduser(kb))
 
 
 KbOption = Annotated[
@@ -27,9 +33,9 @@ KbOption = Annotated[
         "--kb",
         envvar="STILLROOM_KB",
         show_envvar=True,
-        metavar="DIR",
-        callback=expanded,
-        help="Folder of the knowledge base.",
+        metavar="DIR|URL",
+        parser=_folder_of,
+        help="Folder of the knowledge base, or postgresql://user@host/database?kb=name (docs/postgresql.md).",
     ),
 ]
 DEFAULT_KB = Path("kb")

@@ -107,6 +107,7 @@ class Stillroom:
         """Open the knowledge base at `path`, or create one there.
 
         Args:
+            path: a folder, or a URL such as `postgresql://user@host/database?kb=name` (docs/postgresql.md).
             model: `bundled:reader` (the default), `bundled:microworld`, a checkpoint's folder, a GGUF file or a hub
                 name; overrides `config.runtime.model`.
             create: create a knowledge base if there is none.
@@ -118,7 +119,7 @@ class Stillroom:
         if model is not None:
             config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, model=str(model)))
         clock = SystemClock()
-        kb = KnowledgeBase.open(Path(path), config, create=create, clock=clock)
+        kb = KnowledgeBase.open(path, config, create=create, clock=clock)
         return cls(kb, config, Metrics(), clock)
 
     def for_tenant(self, path: str | Path, tenant: str, *, create: bool = True) -> "Stillroom":
@@ -134,7 +135,7 @@ class Stillroom:
             KnowledgeBaseError: there is none and `create` is false, or it cannot be used as it is.
             ConfigError: with the first question, if the engine is a server elsewhere.
         """
-        kb = KnowledgeBase.open(Path(path), self.config, create=create, clock=self._clock, weights_of=self._kb)
+        kb = KnowledgeBase.open(path, self.config, create=create, clock=self._clock, weights_of=self._kb)
         shared = SharedBackend(self._loader, salt_of(tenant, kb.identity), OwnerNote(tenant, kb.path))
         stillroom = Stillroom(kb, self.config, self.metrics, self._clock, shared)
         stillroom._owner = self  # keeps the owner open

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
+from stillroom.errors import StorageError
 from stillroom.retrieval.index.bm25 import Bm25Index
+from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.store.corpus import Corpus
@@ -52,6 +54,24 @@ class IndexDigest:
 
     def to_json(self) -> dict[str, Any]:
         return {"digest": self.value, **dataclasses.asdict(self)}
+
+
+def current_digest(manifest: Manifest, corpus: Corpus, indexes: Indexes, *, may_write: bool) -> IndexDigest:
+    """Bring the indexes up to date, and hash a knowledge base.
+
+    Args:
+        may_write: Whether the write lock is held. Otherwise missing postings are made for this process only.
+
+    Raises:
+        StorageError: The postings are behind, and may not be written.
+    """
+    if may_write:
+        indexes.write()
+    elif not indexes.build_private_postings():
+        raise StorageError(
+            f"{indexes.folder} cannot be written, and its postings are behind; search it once where it can be written"
+        )
+    return index_digest(manifest, corpus, *indexes.current())
 
 
 def index_digest(manifest: Manifest, corpus: Corpus, dense: VectorIndex, sparse: Bm25Index) -> IndexDigest:

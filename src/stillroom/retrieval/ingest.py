@@ -16,8 +16,7 @@ current batch; a repeated run does the rest.
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.intake.discovery import Discovery, Skipped, discover
 from stillroom.retrieval.intake.reading import CheckedFile, FileReader
+from stillroom.retrieval.intake.sizes import is_gone, num_text_bytes, size_of
 from stillroom.retrieval.loaders.document_metadata import GivenMetadata, sidecar_metadata, with_given
 from stillroom.retrieval.loaders.formats import is_jsonl
 from stillroom.retrieval.store.commit_batch import CommitBatch, PendingDocument, content_hash_of, outcome_of
@@ -48,6 +48,9 @@ _MAX_PENDING_DOCUMENTS = 1000
 
 _EMBEDDED_TOGETHER = 2048
 """Chunks given to the embedder at a time; it tokenises all of them before it computes."""
+
+_MAX_ROUNDS = 10
+"""Most times that files are read again because another process changes their documents."""
 
 _BYTES_SHARE = 8
 """If a document has more bytes of text than `max_chunks` * `max_tokens` / this, its tokens are counted before it is
@@ -151,6 +154,8 @@ class Ingest:
         self._batch = CommitBatch()
         self._counts = {"added": 0, "updated": 0, "unchanged": 0, "removed": 0, "chunks": 0}
         self._failures: list[tuple[str, str]] = []
+        self._unfinished: list[Path] = []
+        """Files whose documents another process changed meanwhile."""
         self._is_worth_repeating = False
         self._sizes: dict[Path, int] = {}
         self._num_bytes_total = 0
@@ -168,14 +173,36 @@ class Ingest:
             UsageError: A path is empty or does not exist, or a pattern is invalid; nothing was done.
         """
         began = self._clock.monotonic()
-        sources = {self._names.path_of(name): source for name, source in self._corpus.sources().items()}
+        sources = self._sources()
         known = {self._names.path_of(name): documents for name, documents in self._corpus.paths().items()}
         found = discover(paths, exclude, {*sources, *known}, reads_images=self._reader.reads_images)
         for folder, reason in found.failures:
             self._fail(folder, reason)
-        self._sizes = {path: _size(path) for path in found.files}
+        self._sizes = {path: size_of(path) for path in found.files}
         self._num_bytes_total = sum(self._sizes.values())
-        with contextlib.closing(self._reader.read(found.files, sources, given)) as files:
+        self._add_files(found.files, sources, given, known)
+        self._remove_vanished(found, {*sources, *known}, known)
+        self._flush()
+        self._add_unfinished(given)
+        return AddReport(
+            **{f"num_{name}": count for name, count in self._counts.items()},
+            failures=tuple(self._failures),
+            skipped=found.skipped,
+            seconds=self._clock.monotonic() - began,
+            is_worth_repeating=self._is_worth_repeating,
+        )
+
+    def _sources(self) -> dict[str, SourceFile]:
+        return {self._names.path_of(name): source for name, source in self._corpus.sources().items()}
+
+    def _add_files(
+        self,
+        paths: Sequence[Path],
+        sources: Mapping[str, SourceFile],
+        given: GivenMetadata,
+        known: Mapping[str, list[DocumentId]],
+    ) -> None:
+        with contextlib.closing(self._reader.read(paths, sources, given)) as files:
             for file in files:
                 self._observer.check()
                 self._current = str(file.path)
@@ -186,15 +213,21 @@ class Ingest:
                     self._is_worth_repeating |= isinstance(error, ReaderUnavailableError)
                     self._fail(file.path, str(error))
                     self._finish_file(self._sizes[file.path])
-        self._remove_vanished(found, {*sources, *known}, known)
-        self._flush()
-        return AddReport(
-            **{f"num_{name}": count for name, count in self._counts.items()},
-            failures=tuple(self._failures),
-            skipped=found.skipped,
-            seconds=self._clock.monotonic() - began,
-            is_worth_repeating=self._is_worth_repeating,
-        )
+
+    def _add_unfinished(self, given: GivenMetadata) -> None:
+        """Read files again whose documents another process changed while they were added; what is equal by now is not
+        embedded again. Their documents are not counted twice."""
+        for _ in range(_MAX_ROUNDS):
+            if not self._unfinished:
+                return
+            paths, self._unfinished = sorted(set(self._unfinished)), []
+            counts = dict(self._counts)
+            self._add_files(paths, self._sources(), given, {})
+            self._flush()
+            self._counts = counts
+        for path in self._unfinished:
+            self._is_worth_repeating = True
+            self._fail(path, "other processes change its documents at the same time; add it again")
 
     def _fail(self, path: Path, reason: str) -> None:
         name = self._names.name_of(str(path))
@@ -207,7 +240,7 @@ class Ingest:
         assert source is not None
         if file.is_unchanged:
             if source != known:
-                self._queue_source(path, source)
+                self._queue_source(path, source, self._corpus.document_ids(self._names.name_of(str(path))))
             self._counts["unchanged"] += num_known
             self._finish_file(self._sizes[path])
             return
@@ -218,24 +251,26 @@ class Ingest:
                     self._chunks(document)
         known_hashes = self._corpus.document_ids(self._names.name_of(str(path)))
         given = {**sidecar_metadata(path), **source.metadata}
-        num_bytes = 0
+        num_bytes, held = 0, dict[DocumentId, str]()
         for document in file.documents():
             document = dataclasses.replace(
                 document,
                 document_id=DocumentId(self._names.name_of(document.document_id)),
                 metadata=with_given(document.metadata, given) if given else document.metadata,
             )
-            num_bytes += self._add_document(path, document, known_hashes)
+            held[document.document_id] = content_hash = content_hash_of(document)
+            num_bytes += self._add_document(path, document, content_hash, known_hashes)
         self._counts["removed"] += len(known_hashes)  # the rest is no longer in the file
         self._batch.removed += known_hashes
-        self._queue_source(path, source)
+        self._queue_source(path, source, held)
         self._finish_file(max(0, self._sizes[path] - num_bytes))
 
-    def _add_document(self, path: Path, document: Document, known_hashes: dict[DocumentId, str]) -> int:
+    def _add_document(
+        self, path: Path, document: Document, content_hash: str, known_hashes: dict[DocumentId, str]
+    ) -> int:
         """Queue a document unless it is unchanged. Returns the bytes of the file that it accounts for."""
-        content_hash = content_hash_of(document)
         known_hash = known_hashes.pop(document.document_id, None)
-        num_bytes = self._sizes[path] if document.record_id is None else _num_text_bytes(document)
+        num_bytes = self._sizes[path] if document.record_id is None else num_text_bytes(document)
         self._batch.num_bytes += num_bytes
         if known_hash == content_hash:
             self._counts["unchanged"] += 1
@@ -257,7 +292,7 @@ class Ingest:
         return num_bytes
 
     def _may_be_too_large(self, document: Document) -> bool:
-        return _num_text_bytes(document) > self._reader.max_chunks * self._chunker.max_tokens // _BYTES_SHARE
+        return num_text_bytes(document) > self._reader.max_chunks * self._chunker.max_tokens // _BYTES_SHARE
 
     def _chunks(self, document: Document) -> list[Chunk]:
         """Cut a document. Raises DocumentError if it has more than `documents.max_chunks` chunks."""
@@ -281,11 +316,17 @@ class Ingest:
                 "split it, make it a JSONL file, or raise the limit"
             )
 
-    def _queue_source(self, path: Path, source: SourceFile | None) -> None:
-        """Queue the record of a file; None deletes it."""
+    def _queue_source(
+        self, path: Path, source: SourceFile | None, documents: Mapping[DocumentId, str] | None = None
+    ) -> None:
+        """Queue the record of a file; None deletes it.
+
+        Args:
+            documents: All that were read from the file, with their content hashes.
+        """
         name = self._names.name_of(str(path))
         named = None if source is None else dataclasses.replace(source, path=name)
-        self._batch.sources.append(SourceUpdate(name, named))
+        self._batch.sources.append(SourceUpdate(name, named, documents))
 
     def _finish_file(self, num_bytes: int) -> None:
         """Count a file as done, at once or with the batch of its documents."""
@@ -297,7 +338,7 @@ class Ingest:
     def _remove_vanished(self, found: Discovery, paths: set[str], known: dict[str, list[DocumentId]]) -> None:
         """Remove files below an added folder that no longer exist or are ignored now."""
         for path in sorted(paths - {str(path) for path in found.files}):
-            if found.covers(path) and (_is_gone(path) or found.ignores(path)):
+            if found.covers(path) and (is_gone(path) or found.ignores(path)):
                 self._counts["removed"] += len(known.get(path, ()))
                 self._batch.removed += known.get(path, ())
                 self._queue_source(Path(path), None)
@@ -319,7 +360,8 @@ class Ingest:
         now = self._clock.unix()
         stored = [pending.stored(vectors, now) for pending in batch.documents]
         if stored or batch.removed or batch.sources:
-            self._corpus.commit(stored, batch.removed, batch.sources)
+            report = self._corpus.commit(stored, batch.removed, batch.sources)
+            self._unfinished += (Path(self._names.path_of(name)) for name in report.unfinished)
         for pending in batch.documents:
             self._counts[pending.outcome] += 1
             self._counts["chunks"] += len(pending.chunks) if pending.outcome != "unchanged" else 0
@@ -350,25 +392,3 @@ class Ingest:
                 current=self._current,
             )
         )
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _is_gone(path: str) -> bool:
-    """Return whether a file does not exist; an inaccessible file is not gone."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def _num_text_bytes(document: Document) -> int:
-    return len(document.title.encode()) + sum(len(paragraph.text.encode()) for paragraph in document.paragraphs)

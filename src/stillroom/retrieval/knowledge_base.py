@@ -8,13 +8,13 @@
     kb/qdrant/           instead of dense.npz: an embedded Qdrant collection
     kb/write.lock        held while writing; writer.json names the writer
 
-One writer at a time, any number of readers, in any mix of threads and processes. More: docs/retrieval.md
+One writer at a time, any number of readers, in any mix of threads and processes. With its documents in PostgreSQL, the
+folder is this machine's copy, and other machines write too. More: docs/retrieval.md, docs/postgresql.md
 """
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +23,11 @@ from numpy.typing import NDArray
 from stillroom.config.settings import EmbedderConfig, IndexConfig, SearchMode, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
-from stillroom.core.document import Chunk, DocumentInfo, SearchResult
-from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.core.private_files import close_to_others
-from stillroom.errors import (
-    CorruptKnowledgeBaseError,
-    KnowledgeBaseError,
-    KnowledgeBaseNotFoundError,
-    StorageError,
-    UsageError,
-)
+from stillroom.core.document import SearchResult
+from stillroom.errors import CorruptKnowledgeBaseError, UsageError
 from stillroom.retrieval import reembedding
 from stillroom.retrieval.chunker import Chunker
-from stillroom.retrieval.digest import IndexDigest, index_digest
+from stillroom.retrieval.digest import IndexDigest, current_digest
 from stillroom.retrieval.embedded_corpus import ActiveCorpus, EmbeddedCorpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.allowed import AllowedIds
@@ -46,6 +38,8 @@ from stillroom.retrieval.ingest import AddObserver, AddProgress, AddReport, Inge
 from stillroom.retrieval.intake.reading import Failures, FileReader
 from stillroom.retrieval.loaders.document_metadata import given_metadata
 from stillroom.retrieval.loaders.ocr_use import check_installed
+from stillroom.retrieval.opened_folder import OpenedFolder
+from stillroom.retrieval.opening import open_folder
 from stillroom.retrieval.reembedding import (
     BackgroundReembedding,
     OnReembedProgress,
@@ -54,52 +48,38 @@ from stillroom.retrieval.reembedding import (
     delete_old_vectors,
 )
 from stillroom.retrieval.repairing import Repairs
-from stillroom.retrieval.reranker import Reranker
-from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.reranker import Reranker, score_all
 from stillroom.retrieval.store.document_names import documents_at
-from stillroom.retrieval.store.folder import (
-    CORPUS,
-    MANIFEST,
-    WriteLock,
-    check_corpus_exists,
-    check_is_empty,
-    check_manifest_exists,
-)
-from stillroom.retrieval.store.manifest import FORMAT_VERSION, Manifest, load_manifest, new_manifest, upgraded
+from stillroom.retrieval.store.folder import WriteLock
+from stillroom.retrieval.store.postgresql.address import local_folder
 from stillroom.retrieval.store.vector_sets import ActiveVectors, VectorSetRecord, VectorSets, VectorsReplacedError
+from stillroom.retrieval.stored_documents import StoredDocuments
 from stillroom.retrieval.vector_index import NUM_STAGES
 from stillroom.retrieval.verify.check import Verification
 from stillroom.retrieval.verify.verify_report import OnProgress, VerifyReport
 
 
-class KnowledgeBase:
+class KnowledgeBase(StoredDocuments):
     """An open knowledge base. Thread-safe. Opening reads two small files; the rest is loaded when first needed."""
 
     def __init__(
-        self,
-        path: Path,
-        manifest: Manifest,
-        config: StillroomConfig,
-        clock: Clock,
-        weights_of: "KnowledgeBase | None" = None,
+        self, opened: OpenedFolder, config: StillroomConfig, clock: Clock, weights_of: "KnowledgeBase | None" = None
     ) -> None:
         """Use `open`."""
-        self.path = path
-        manifest.warn_of_ignored_settings(config, path)
+        super().__init__(opened.corpus)
+        self.path, manifest = opened.path, opened.manifest
         self._clock = clock
-        self.corpus = Corpus(path / CORPUS)
-        """The documents as stored. Changes go through `add`, `remove` or `writing`."""
         self._weights_of = weights_of
         reranker = config.search.reranker
         self._reranker: Reranker | None = (
             Reranker(reranker, clock, None if weights_of is None else weights_of._reranker) if reranker else None
         )
         self._active = ActiveCorpus(self.corpus, manifest, config, self._open_vectors)
-        self._active.manifest.warn_of_other_model(config, path)
+        self._active.manifest.warn_of_other_model(config, self.path)
         self._sets = VectorSets(self.corpus)
         self.hides_folders = False
-        self._lock = WriteLock(path, clock, self.corpus.check_is_there)
-        self._repairs = Repairs(path, lambda: self._active.current().indexes, self._lock, clock)
+        self._lock = WriteLock(self.path, clock, self.corpus.check_is_there)
+        self._repairs = Repairs(self.path, lambda: self._active.current().indexes, self._lock, clock)
         self._reembedding = BackgroundReembedding(
             lambda on_progress, stop: self.reembed(
                 progress=on_progress, stop=stop, num_together=reembedding.IN_BACKGROUND
@@ -110,51 +90,25 @@ class KnowledgeBase:
     @classmethod
     def open(
         cls,
-        path: Path,
+        path: str | Path,
         config: StillroomConfig,
         *,
         create: bool = False,
         clock: Clock | None = None,
         weights_of: "KnowledgeBase | None" = None,
     ) -> "KnowledgeBase":
-        """Open the knowledge base in a folder.
+        """Open the knowledge base in a folder, or in PostgreSQL.
 
         Args:
+            path: The folder, or a URL such as `postgresql://user@host/database?kb=name` (docs/postgresql.md).
             create: Make a new one if the folder is missing or empty.
             weights_of: An open knowledge base with which to share the embedder's weights, and nothing else.
 
-        Raises:
-            KnowledgeBaseNotFoundError: There is none, and `create` is false.
-            KnowledgeBaseError: The folder holds other files.
-            IncompatibleKnowledgeBaseError: It has a later format.
-            CorruptKnowledgeBaseError: One of its files is damaged or missing.
-            ModelNotFoundError: A new one was to be made, and its embedder is missing.
+        Raises as `opening.open_folder`.
         """
-        path, clock = Path(os.path.abspath(path)), clock or SystemClock()
-        check_manifest_exists(path)
-        if not (path / MANIFEST).exists():
-            if not create:
-                raise KnowledgeBaseNotFoundError(
-                    f"there is no knowledge base in {path}; make one with: stillroom add PATH --kb {path}"
-                )
-            _create(path, config, clock)
-        close_to_others(path)
-        manifest = load_manifest(path / MANIFEST)
-        check_corpus_exists(path)
-        if manifest.format_version != FORMAT_VERSION:
-            with WriteLock(path, clock).held_while_opening("upgrade"):
-                manifest = upgraded(path / MANIFEST, manifest)
-        return cls(path, manifest, config, clock, weights_of)
-
-    @property
-    def identity(self) -> str:
-        """Id of this knowledge base and its copies; a new one in the same folder has another."""
-        return self.corpus.corpus_id
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the folder still holds the knowledge base that was opened; one `stat`."""
-        return self.corpus.is_there
+        clock = clock or SystemClock()
+        new_embedder = (lambda: Embedder(config.embedder)) if create else None
+        return cls(open_folder(local_folder(path), config, clock, new_embedder), config, clock, weights_of)
 
     @property
     def indexes(self) -> Indexes:
@@ -219,34 +173,12 @@ class KnowledgeBase:
         """Hold the write lock; this thread may call `add` and `remove` in it. Raises as `WriteLock.held`."""
         return self._lock.reserved(action)
 
-    def documents(self, after: str = "", limit: int | None = None) -> list[DocumentInfo]:
-        """Return documents in the order of their ids, those after `after`, at most `limit`."""
-        return self.corpus.documents(after, limit)
-
-    def documents_of(self, name: str) -> list[DocumentInfo]:
-        """Return the document of an id or public id, or the documents of a file's name or path."""
-        return self.corpus.documents_of(self.corpus.names.name_of(name))
-
-    @property
-    def num_documents(self) -> int:
-        """Number of files and of records of JSONL files."""
-        return self.corpus.num_documents
-
-    @property
-    def num_chunks(self) -> int:
-        return self.corpus.num_chunks
-
     @property
     def generation(self) -> tuple[int, int, int]:
         """Changes with every change of documents or of the embedder, by any process, and again when the postings show
         it; cheap."""
         current = self._active.current()
         return self.corpus.generation, current.indexes.sparse_generation, current.record.number
-
-    @property
-    def num_changes(self) -> int:
-        """Number of commits that changed documents, by any process; one cheap read."""
-        return self.corpus.generation
 
     # Search
 
@@ -310,33 +242,12 @@ class KnowledgeBase:
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """Return the unfused candidates of dense and sparse search, each with both scores."""
-        self._checked_embedder()
+        self._active.current().checked_embedder()
         try:
             return self._active.current().search.candidates(query, num_candidates)
         except DamagedPostingsError:
             self._repairs.repair_words()
             return self._active.current().search.candidates(query, num_candidates)
-
-    def record_ids(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, str]:
-        """Return the JSONL record of each chunk; chunks of other documents are absent."""
-        found = self.corpus.chunks(chunk_ids)
-        return {chunk_id: chunk.record_id for chunk_id, chunk in found.items() if chunk.record_id is not None}
-
-    def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
-        """Return the ids of the chunks that exist now."""
-        return self.corpus.existing(chunk_ids)
-
-    def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
-        """Return the chunks before each of these in its document, in order, at most the last `limit`."""
-        return self.corpus.chunks_before(chunk_ids, limit)
-
-    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
-        """Return the chunks of these ids; removed chunks are absent."""
-        return self.corpus.chunks(chunk_ids)
-
-    def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
-        """Return a document's chunks in order, without the first `offset`, at most `limit`; [] for unknown ids."""
-        return [chunk for chunk, _ in self.corpus.chunks_of(document_id, offset, limit)]
 
     @property
     def index_config(self) -> IndexConfig:
@@ -345,16 +256,16 @@ class KnowledgeBase:
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder whose vectors searches use now. Raises as `embed`."""
-        return self._checked_embedder()
+        """The embedder whose vectors searches use now. Raises as `EmbeddedCorpus.checked_embedder`."""
+        return self._active.current().checked_embedder()
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return float32 embeddings [len(texts), dimension], each of length 1."""
-        return self._checked_embedder().embed_queries(texts)
+        return self.embedder.embed_queries(texts)
 
     def embed_question(self, question: str) -> NDArray[np.float32]:
         """Return the read-only embedding [dimension] of a question; the latest questions are cached."""
-        return self._checked_embedder().embed_query(question)
+        return self.embedder.embed_query(question)
 
     def rerank(self, query: str, texts: Sequence[str]) -> list[float]:
         """Score each text for a query with the reranker.
@@ -363,12 +274,7 @@ class KnowledgeBase:
             UsageError: `search.reranker` names no model.
             ModelError: the model cannot be used.
         """
-        if self._reranker is None:
-            raise UsageError(
-                "no reranker is configured; set search.reranker to a cross-encoder, such as "
-                "cross-encoder/ms-marco-MiniLM-L6-v2"
-            )
-        return self._reranker.score_all(query, texts)
+        return score_all(self._reranker, query, texts)
 
     def digest(self) -> IndexDigest:
         """Hash everything that decides rankings: equal digests give equal rankings. Reads every chunk, under the write
@@ -379,11 +285,12 @@ class KnowledgeBase:
             StorageError: The postings are behind, and the folder cannot be written.
         """
         with self._lock.held_if_writable("digest") as may_write:
+            indexes = self._active.current().indexes
             try:
-                return self._digest(may_write)
+                return current_digest(self._active.manifest, self.corpus, indexes, may_write=may_write)
             except CorruptKnowledgeBaseError:  # in a part of a file that was not read before
-                self._active.current().indexes.discard_dense()
-                return self._digest(may_write)
+                indexes.discard_dense()
+                return current_digest(self._active.manifest, self.corpus, indexes, may_write=may_write)
 
     def verify(self, *, repair: bool = False, progress: OnProgress | None = None) -> VerifyReport:
         """Check SQLite, vectors and postings, each by itself and against the others, under the write lock if the folder
@@ -396,13 +303,16 @@ class KnowledgeBase:
         Raises:
             KnowledgeBaseBusyError: Another writer holds the lock.
             StorageError: The disk is full or failing.
+            UsageError: The documents are in PostgreSQL, and `repair` is true.
         """
+        if repair and self.corpus.is_copy:
+            raise UsageError(f"the documents are in PostgreSQL; remove {self.path}, and they are copied again")
         with self._lock.held("verify") if repair else self._lock.held_if_writable("verify"):
             current = self._active.current()
             run = Verification(
                 self.path, self.corpus, current.indexes, self._active.config, current.record.dimension, self._clock
             )
-            embed = (lambda texts: self._checked_embedder().embed_whole(texts)) if repair else None
+            embed = self.embedder.embed_whole if repair else None
             return run.run(embed, progress or (lambda done, total: None))
 
     # The embedder
@@ -444,8 +354,8 @@ class KnowledgeBase:
         asked = dataclasses.replace(current.config.embedder, model=model)
         config = dataclasses.replace(current.config, embedder=asked)
         run = Reembedding(self.path, self.corpus, config, self._new_embedder(asked), self._lock, self._clock)
-        on_progress, stop = progress or (lambda _: None), stop or Cancellation()
-        return run.run(current.record, on_progress, stop, self._active.current, num_together)
+        steps = progress or (lambda _: None), stop or Cancellation(), self._active.current
+        return run.run(current.record, *steps, num_together)
 
     def begin_reembedding(self) -> None:
         """Call `reembed` in a thread if the settings name another embedder than that of the vectors. Idempotent."""
@@ -491,33 +401,3 @@ class KnowledgeBase:
     def _chunker(self, embedder: Embedder) -> Chunker:
         most = embedder.max_seq_length - embedder.num_prompt_tokens
         return Chunker(embedder.tokenizer, self._active.config.chunker.max_tokens, most)
-
-    def _checked_embedder(self) -> Embedder:
-        """Return the embedder. Raises as `EmbeddedCorpus.checked_embedder`."""
-        return self._active.current().checked_embedder()
-
-    def _digest(self, may_write: bool) -> IndexDigest:
-        current = self._active.current()
-        if may_write:
-            current.indexes.write()
-        elif not current.indexes.build_private_postings():
-            raise StorageError(
-                f"{self.path} cannot be written, and its postings are behind; search it once where it can be written"
-            )
-        return index_digest(self._active.manifest, self.corpus, *current.indexes.current())
-
-
-def _create(path: Path, config: StillroomConfig, clock: Clock) -> None:
-    """Make an empty knowledge base in a missing or empty folder, unless another process has just made one."""
-    check_is_empty(path)
-    manifest = new_manifest(config, Embedder(config.embedder))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        close_to_others(path)
-        with WriteLock(path, clock).held_while_opening("create"):
-            if not (path / MANIFEST).exists():
-                manifest.save(path / MANIFEST)
-    except (OSError, StorageError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise KnowledgeBaseError(f"{path} cannot be made: {reason}; choose another folder") from error

@@ -125,7 +125,7 @@ class Originals:
         return origin
 
     def _path(self, origin: DocumentOrigin) -> Path:
-        return Path(self._corpus.names.path_of(origin.path))
+        return self._corpus.original_path(origin.path)
 
     def _indexed(self, document_id: DocumentId) -> tuple[Paragraph, ...]:
         """Return a document's chunks as paragraphs. Chunks do not overlap."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stillroom.core.clock import Clock
 from stillroom.core.panics import panics_as_errors
-from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from stillroom.retrieval.model_files import OUTPUT_HEADS, ModelFiles, locate_model
 
 if TYPE_CHECKING:
@@ -177,6 +177,16 @@ def _scores(model: "CrossEncoder", pairs: Sequence[tuple[str, str]]) -> Sequence
         list(pairs), batch_size=len(pairs), show_progress_bar=False, activation_fn=torch.nn.Sigmoid()
     ).tolist()
     return found
+
+
+def score_all(reranker: Reranker | None, query: str, texts: Sequence[str]) -> list[float]:
+    """As `Reranker.score_all`. Raises UsageError: there is no reranker."""
+    if reranker is None:
+        raise UsageError(
+            "no reranker is configured; set search.reranker to a cross-encoder, such as "
+            "cross-encoder/ms-marco-MiniLM-L6-v2"
+        )
+    return reranker.score_all(query, texts)
 
 
 def is_settled(scores: Sequence[float], top_k: int, patience: int) -> bool:

@@ -223,8 +223,11 @@ class Uploads:
         with self._kb.writing("complete uploads"):
             existing = [name for name in corpus.pending() if (self._kb.path / name).is_file()]
             paths = [self._kb.path / name for name in existing]
-            failures = self._kb.add(paths, stop=stop).failures if paths else ()
+            failures = dict(self._kb.add(paths, stop=stop).failures) if paths else {}
             restore_sources(corpus, dict.fromkeys(corpus.pending()))
+            for path in paths:
+                if str(path) not in failures:
+                    self._drop_stored(path)
         return len(existing) - len(failures)
 
     def _indexed_files(self) -> set[str]:
@@ -325,6 +328,8 @@ class Uploads:
             if reason := failures.get(str(file.path), ""):
                 file.reason = reason.replace(str(file.path), file.name).replace(file.source_name, file.name)
                 self._undo(file)
+            else:
+                self._drop_stored(file.path)
         return [self._result(file, before.get(file.name, {})) for file in files]
 
     def _cancel(self, file: _IncomingFile, before: dict[DocumentId, str]) -> None:
@@ -360,6 +365,11 @@ class Uploads:
             with contextlib.suppress(StillroomError):  # it stays pending, and the next `complete` handles it
                 restore_sources(self._kb.corpus, {file.source_name: file.source_before})
             file.is_pending = False
+
+    def _drop_stored(self, path: Path) -> None:
+        """Delete a file whose bytes the corpus has."""
+        if self._kb.corpus.is_copy:
+            self._delete(path)
 
     def _delete(self, path: Path) -> None:
         """Delete a file, and its folders that are empty then."""

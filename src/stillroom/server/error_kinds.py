@@ -24,6 +24,8 @@ _PUBLIC_MESSAGES = {
     "knowledge_base_busy": "another process is writing to this knowledge base; try again in a moment",
     "index_unavailable": "the server that holds the vectors cannot be reached or refuses; try again later, or search "
     "with mode sparse",
+    "database_unavailable": "the database of this knowledge base cannot be reached or refuses; documents cannot be "
+    "changed, and searches go on. Try again later",
     "storage_failed": "the disk of this knowledge base is full or failing; what was stored before is safe. The "
     "server's log has the details",
     "knowledge_base_damaged": "{part} of this knowledge base is damaged; the server's log and `stillroom verify` say "
@@ -62,6 +64,7 @@ _KINDS = (
     ErrorKind(errors.KnowledgeBaseNotFoundError, 503, _UNAVAILABLE, "knowledge_base_gone", WRONG_CALL),
     ErrorKind(errors.KnowledgeBaseBusyError, 503, _UNAVAILABLE, "knowledge_base_busy"),
     ErrorKind(errors.IndexUnavailableError, 503, _UNAVAILABLE, "index_unavailable"),
+    ErrorKind(errors.DatabaseUnavailableError, 503, _UNAVAILABLE, "database_unavailable"),
     ErrorKind(errors.StorageError, 507, _SERVER, "storage_failed"),
     ErrorKind(errors.CorruptKnowledgeBaseError, 500, _SERVER, "knowledge_base_damaged"),
     ErrorKind(errors.OriginalGoneError, 410, INVALID_REQUEST, "file_gone"),

@@ -17,8 +17,8 @@ from stillroom.retrieval.hybrid import HybridSearch
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.words import WordAnalyzer
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.sql_rows import StoredDocument
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from stillroom_bench.instrument.harness import Arm, Metrics
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, random_texts
 from stillroom_bench.quality.peers_ann import Bm25sPeer
@@ -119,9 +119,9 @@ def _chunks(real: RealData, size: int, seed: int) -> Iterator[Chunk]:
         yield Chunk(chunk_id_of(document_id, 0, text), document_id, 0, text)
 
 
-def corpus_of(chunks: Sequence[Chunk], vectors: Vectors, path: Path) -> Corpus:
+def corpus_of(chunks: Sequence[Chunk], vectors: Vectors, path: Path) -> SqliteCorpus:
     """Write a new corpus in which each chunk is a document, with vectors [len(chunks), d]."""
-    corpus = Corpus(path)
+    corpus = SqliteCorpus(path)
     documents = [
         StoredDocument(
             document_id=chunk.document_id,

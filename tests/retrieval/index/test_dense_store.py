@@ -19,8 +19,8 @@ from stillroom.core.ids import DocumentId, chunk_id_of
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.sql_rows import StoredDocument
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.vector_index import VectorIndex
 
@@ -64,22 +64,22 @@ def document(name: str, count: int, seed: int) -> StoredDocument:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Iterator[Corpus]:
-    with contextlib.closing(Corpus(tmp_path / "corpus.sqlite3")) as found:
+def corpus(tmp_path: Path) -> Iterator[SqliteCorpus]:
+    with contextlib.closing(SqliteCorpus(tmp_path / "corpus.sqlite3")) as found:
         found.commit([document("first", 400, 1)])
         yield found
 
 
 @pytest.fixture
-def opened(tmp_path: Path, corpus: Corpus) -> Open:
-    def open_(config: IndexConfig = TIERED, corpus_: Corpus = corpus, folder: Path = tmp_path) -> Indexes:
+def opened(tmp_path: Path, corpus: SqliteCorpus) -> Open:
+    def open_(config: IndexConfig = TIERED, corpus_: SqliteCorpus = corpus, folder: Path = tmp_path) -> Indexes:
         return Indexes(folder, corpus_, config, D, run_now)
 
     return open_
 
 
 @pytest.fixture
-def oracle(tmp_path: Path, corpus: Corpus) -> Callable[[], list[Ranking]]:
+def oracle(tmp_path: Path, corpus: SqliteCorpus) -> Callable[[], list[Ranking]]:
     """Return a function that searches an index in RAM; call it after every change of the corpus."""
     folder = tmp_path / "oracle"
     folder.mkdir()
@@ -110,7 +110,7 @@ def found_in_batches(indexes: Indexes) -> list[Ranking]:
 
 
 def test_lists_in_a_file_give_the_results_of_ram(
-    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: SqliteCorpus, tmp_path: Path
 ) -> None:
     indexes = opened()
     expected = oracle()
@@ -140,7 +140,7 @@ def test_last_stage_equals_the_plain_search(opened: Open) -> None:
 
 
 def test_batched_searches_find_what_single_searches_find(
-    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: SqliteCorpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = []
     search_batch = TieredIvfPqIndex.search_batch
@@ -159,7 +159,7 @@ def test_batched_searches_find_what_single_searches_find(
 
 
 def test_the_setting_can_be_changed_at_any_time(
-    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: SqliteCorpus, tmp_path: Path
 ) -> None:
     opened(RAM).write()
     assert (tmp_path / "dense.npz").exists()
@@ -180,7 +180,7 @@ def test_the_setting_can_be_changed_at_any_time(
 
 
 def test_untrained_index_is_stored_in_one_file(tmp_path: Path) -> None:
-    corpus = Corpus(tmp_path / "small.sqlite3")
+    corpus = SqliteCorpus(tmp_path / "small.sqlite3")
     corpus.commit([document("small", 20, 1)])
     indexes = Indexes(tmp_path, corpus, TIERED, D, run_now)
     indexes.write()
@@ -194,7 +194,7 @@ def test_untrained_index_is_stored_in_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "garbage", "foreign", "of the future"])
 def test_a_useless_file_is_rebuilt_from_the_corpus(
-    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path, damage: str
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: SqliteCorpus, tmp_path: Path, damage: str
 ) -> None:
     opened().write()
     path = tmp_path / "dense.lists"
@@ -205,7 +205,7 @@ def test_a_useless_file_is_rebuilt_from_the_corpus(
     else:
         folder = tmp_path / "other"
         folder.mkdir()
-        other = corpus if damage == "of the future" else Corpus(folder / "corpus.sqlite3")
+        other = corpus if damage == "of the future" else SqliteCorpus(folder / "corpus.sqlite3")
         if damage == "foreign":
             other.commit([document("other", 400, 8)])
         indexes = Indexes(folder, other, TIERED, D, run_now)
@@ -245,7 +245,7 @@ def test_damage_found_by_a_search_is_repaired(
 
 
 def test_damage_found_by_a_write_is_repaired(
-    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus, tmp_path: Path
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: SqliteCorpus, tmp_path: Path
 ) -> None:
     opened().write()
     path = tmp_path / "dense.lists"
@@ -262,7 +262,7 @@ def test_damage_found_by_a_write_is_repaired(
 
 
 def test_reader_switches_to_the_file_of_a_writer(
-    opened: Open, oracle: Callable[[], list[Ranking]], corpus: Corpus
+    opened: Open, oracle: Callable[[], list[Ranking]], corpus: SqliteCorpus
 ) -> None:
     writer, reader = opened(), opened()
     writer.write()
@@ -276,7 +276,7 @@ def test_reader_switches_to_the_file_of_a_writer(
     assert dense._rows._recent.ntotal == 0, "it is in the file now"  # type: ignore[attr-defined]
 
 
-def test_between_stages_a_writer_may_replace_the_file(opened: Open, corpus: Corpus) -> None:
+def test_between_stages_a_writer_may_replace_the_file(opened: Open, corpus: SqliteCorpus) -> None:
     indexes, other = opened(), opened()
     indexes.write()
     query = vectors(1, 5)[0]
@@ -287,7 +287,7 @@ def test_between_stages_a_writer_may_replace_the_file(opened: Open, corpus: Corp
     assert list(lists)[-1] == other.search_dense(query, 10)
 
 
-def test_between_stages_a_writer_may_renumber_the_rows(opened: Open, corpus: Corpus) -> None:
+def test_between_stages_a_writer_may_renumber_the_rows(opened: Open, corpus: SqliteCorpus) -> None:
     corpus.commit([document("second", 30, 2)])
     corpus.commit([document("third", 60, 3)])
     writer, reader = opened(), opened()
@@ -324,7 +324,7 @@ def test_a_goal_is_reached_with_lists_on_disk(opened: Open) -> None:
     assert 0 < figures.num_probes <= 10 * figures.num_lists, "only user searches count"
 
 
-def test_lists_enter_ram_in_the_background(tmp_path: Path, corpus: Corpus) -> None:
+def test_lists_enter_ram_in_the_background(tmp_path: Path, corpus: SqliteCorpus) -> None:
     jobs: list[Callable[[], None]] = []
     indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
     indexes.write()
@@ -338,7 +338,7 @@ def test_lists_enter_ram_in_the_background(tmp_path: Path, corpus: Corpus) -> No
     assert found(indexes) == before
 
 
-def test_nothing_enters_ram_after_closing(tmp_path: Path, corpus: Corpus) -> None:
+def test_nothing_enters_ram_after_closing(tmp_path: Path, corpus: SqliteCorpus) -> None:
     jobs: list[Callable[[], None]] = []
     indexes = Indexes(tmp_path, corpus, TIERED, D, jobs.append)
     found(indexes)
@@ -349,7 +349,7 @@ def test_nothing_enters_ram_after_closing(tmp_path: Path, corpus: Corpus) -> Non
     assert figures.ram_bytes == 0
 
 
-def test_threads_search_while_lists_move_and_documents_come_and_go(tmp_path: Path, corpus: Corpus) -> None:
+def test_threads_search_while_lists_move_and_documents_come_and_go(tmp_path: Path, corpus: SqliteCorpus) -> None:
     indexes = Indexes(tmp_path, corpus, dataclasses.replace(TIERED, hot_bytes=2000), D)
     indexes.write()
     queries = vectors(300, 7)

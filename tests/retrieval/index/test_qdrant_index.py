@@ -20,8 +20,8 @@ from stillroom.retrieval.index import qdrant_index
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.qdrant_collection import _MARK, QdrantCollection
 from stillroom.retrieval.index.qdrant_index import QdrantIndex
-from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.sql_rows import StoredDocument
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
 D = 12
 EMBEDDED = QdrantConfig(url="embedded")
@@ -59,7 +59,7 @@ class QdrantFixture:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.corpus = Corpus(folder / "corpus.sqlite3")
+        self.corpus = SqliteCorpus(folder / "corpus.sqlite3")
         self.index = self.reopened()
 
     def collection(self) -> QdrantCollection:

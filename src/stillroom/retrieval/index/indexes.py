@@ -68,7 +68,7 @@ class Indexes:
         """
         self._corpus = corpus
         self._vectors = dense.vectors if dense else corpus
-        self._folder, self.dense_folder = folder, dense.folder if dense else folder
+        self.folder, self.dense_folder = folder, dense.folder if dense else folder
         if self.dense_folder != folder and folder.is_dir():
             with contextlib.suppress(OSError):  # writing reports the error
                 make_folder(self.dense_folder)
@@ -380,7 +380,7 @@ class Indexes:
             yield
         except OSError as error:
             raise StorageError(
-                f"the indexes in {self._folder} cannot be written: {error.strerror or error}; the documents are safe. "
+                f"the indexes in {self.folder} cannot be written: {error.strerror or error}; the documents are safe. "
                 "Free disk space or repair the disk: the next `stillroom add` or search then completes the indexes"
             ) from error
 

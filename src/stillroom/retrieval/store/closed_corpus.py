@@ -76,6 +76,14 @@ class ClosedCorpus:
         return str(found[0]), int(found[1])
 
 
+def counts_of(path: Path) -> tuple[int, int]:
+    """Return the numbers of documents and chunks of a corpus file. Raises as `CorpusFile.translating_errors`."""
+    file = CorpusFile(path)
+    with contextlib.closing(file), file.translating_errors(), file.reading() as connection:
+        _, num_documents, num_chunks = connection.execute(sql_rows.SELECT_COUNTS).fetchone()
+    return num_documents, num_chunks
+
+
 def state_of(path: Path) -> State:
     """Return inode, time and size of a corpus file and its log; they change with its content.
 

@@ -54,10 +54,17 @@ class CorpusWriter:
             self._connection.execute(sql_rows.DELETE_EMPTY_SOURCE, (path, path))
         return len(chunk_ids)
 
-    def update_source(self, update: SourceUpdate) -> None:
+    def update_source(self, update: SourceUpdate) -> bool:
+        """Replace the record of a file. Returns False if the file must be read again (`SourceUpdate.documents`)."""
         self._connection.execute("DELETE FROM sources WHERE path = ?", (update.path,))
-        if update.source is not None:
-            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", sql_rows.source_row(update.source))
+        source, is_finished = update.source, True
+        if source is not None and update.documents is not None:
+            held = self._connection.execute(sql_rows.SELECT_HASHES, (update.path,)).fetchall()
+            is_finished = dict(held) == update.documents
+        if source is not None:
+            row = sql_rows.source_row(source if is_finished else sql_rows.unread(source))
+            self._connection.execute("INSERT INTO sources VALUES (?, ?, ?, ?, ?)", row)
+        return is_finished
 
     def finish(self) -> None:
         if self._num_changes:

@@ -57,6 +57,10 @@ class Manifest:
 
     def save(self, path: Path) -> None:
         """Write the manifest atomically."""
+        write_atomically(path, self.to_text().encode())
+
+    def to_text(self) -> str:
+        """Return the content of the file."""
         content = {
             "format_version": FORMAT_VERSION,
             "embedder": {"model": self.model, "fingerprint": self.fingerprint, "dimension": self.dimension},
@@ -65,7 +69,7 @@ class Manifest:
                 name: value for name, value in dataclasses.asdict(self.index).items() if name not in MACHINE_SETTINGS
             },
         }
-        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+        return json.dumps(content, indent=2) + "\n"
 
     def applied_to(self, config: StillroomConfig) -> StillroomConfig:
         """Return the configuration with the settings of this knowledge base. Settings that only change how a search or

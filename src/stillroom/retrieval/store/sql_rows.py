@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -81,6 +81,7 @@ SELECT_ORIGIN = """SELECT d.document_id, d.path, d.record_id, d.title, d.content
 SELECT_STORED = """SELECT document_id, path, record_id, title, content_hash, num_bytes, added_at, metadata
     FROM documents WHERE path = ?"""
 SELECT_COMPARED = "SELECT path, title, metadata, content_hash FROM documents WHERE document_id = ?"
+SELECT_HASHES = "SELECT document_id, content_hash FROM documents WHERE path = ?"
 SELECT_SOURCES = "SELECT path, size, mtime_ns, content_hash, metadata FROM sources"
 PENDING = -2
 """`sources.size` of a file whose upload has not finished."""
@@ -141,6 +142,19 @@ class SourceUpdate:
 
     path: str
     source: SourceFile | None
+    documents: Mapping[DocumentId, str] | None = None
+    """All documents that were read from the file, with their content hashes. If the file's documents are others after
+    the commit, because another process changed them meanwhile, the file is recorded as `unread`. None: not checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReport:
+    """Result of a commit."""
+
+    num_removed: int = 0
+    """Chunks of the removed documents."""
+    unfinished: tuple[str, ...] = ()
+    """Files that must be read again (`SourceUpdate.documents`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +246,16 @@ def document_origin(row: tuple[Any, ...]) -> DocumentOrigin:
 def source(row: tuple[Any, ...]) -> SourceFile:
     path, size, mtime_ns, content_hash, metadata = row
     return SourceFile(path, size, mtime_ns, content_hash, metadata_from_json(metadata))
+
+
+def unread(source: SourceFile) -> SourceFile:
+    """Return the record of a file that must be read again."""
+    return replace(source, size=-1, content_hash="")
+
+
+def marked(source: SourceFile, machine: str) -> SourceFile:
+    """Return the record of an unfinished upload (`PENDING`) whose file is on a machine."""
+    return replace(source, content_hash=machine)
 
 
 def source_row(source: SourceFile) -> tuple[object, ...]:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from stillroom.errors import ConfigError, EngineClosedError, StillroomError
-from stillroom.retrieval.store.closed_corpus import State, state_of
-from stillroom.retrieval.store.corpus import counts_of
+from stillroom.retrieval.store.closed_corpus import State, counts_of, state_of
 from stillroom.retrieval.store.folder import CORPUS
 from stillroom.server.auth.key_ring import ApiKey, check_name
 

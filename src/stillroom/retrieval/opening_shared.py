@@ -1,0 +1,119 @@
+"""Opens the local folder of a knowledge base in PostgreSQL, or makes a new knowledge base there.
+
+The manifest is in the database; the local folder has a copy. While the server cannot be reached, an existing copy is
+opened: searches use it, and changes are refused.
+"""
+
+import contextlib
+import datetime
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from stillroom.config.settings import StillroomConfig
+from stillroom.core.private_files import close_to_others
+from stillroom.errors import (
+    ConfigError,
+    DatabaseUnavailableError,
+    KnowledgeBaseBusyError,
+    KnowledgeBaseNotFoundError,
+    StorageError,
+)
+from stillroom.retrieval.atomic_files import write_atomically
+from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.opened_folder import OpenedFolder
+from stillroom.retrieval.store.folder import CORPUS, MANIFEST
+from stillroom.retrieval.store.manifest import Manifest, load_manifest, new_manifest
+from stillroom.retrieval.store.postgresql.address import DatabaseAddress
+from stillroom.retrieval.store.postgresql.database import Database, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.local_copy import copied_row, prepare_copy
+from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
+
+logger = logging.getLogger(__name__)
+
+
+def open_shared(
+    folder: Path, address: DatabaseAddress, config: StillroomConfig, new_embedder: Callable[[], Embedder] | None
+) -> OpenedFolder:
+    """Open a knowledge base in PostgreSQL.
+
+    Args:
+        folder: Its local folder, absolute.
+        new_embedder: Makes the embedder of a new knowledge base; None makes no knowledge base.
+
+    Raises:
+        KnowledgeBaseNotFoundError: There is none, and `new_embedder` is None.
+        DatabaseUnavailableError: The server cannot be reached, and there is no copy.
+        ConfigError: The index of a new one should be an embedded Qdrant collection.
+    """
+    close_to_others(folder)
+    database = Database(address)
+    try:
+        corpus, manifest = _open(folder, database, config, new_embedder)
+    except DatabaseUnavailableError as error:
+        database.close()
+        corpus, manifest = _open_copy(folder, Database(address), error)
+    except BaseException:
+        database.close()
+        raise
+    manifest.warn_of_ignored_settings(config, folder)
+    corpus.follow()
+    return OpenedFolder(folder, manifest, corpus)
+
+
+def _open(
+    folder: Path, database: Database, config: StillroomConfig, new_embedder: Callable[[], Embedder] | None
+) -> tuple[PostgresCorpus, Manifest]:
+    row = database.find()
+    if row is None:
+        if new_embedder is None:
+            raise KnowledgeBaseNotFoundError(
+                f"there is no knowledge base {database.address}; make one with: "
+                f"stillroom add PATH --kb '{database.address}'"
+            )
+        row = database.create(_checked(new_manifest(config, new_embedder())).to_text())
+    _save(folder / MANIFEST, row)
+    manifest = load_manifest(folder / MANIFEST)
+    path = folder / CORPUS
+    with database.transaction() as connection:
+        prepare_copy(path, connection, row.kb, row.corpus_id)
+    corpus = PostgresCorpus(path, database, row)
+    try:
+        with contextlib.suppress(KnowledgeBaseBusyError):  # another process of this machine does it
+            corpus.refresh()
+    except BaseException:
+        corpus.close()
+        raise
+    return corpus, manifest
+
+
+def _open_copy(folder: Path, database: Database, error: DatabaseUnavailableError) -> tuple[PostgresCorpus, Manifest]:
+    """Open the copy without the server. Raises `error`: there is none."""
+    path = folder / CORPUS
+    row = copied_row(path)
+    if row is None or not (folder / MANIFEST).exists():
+        raise error
+    changed = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
+    logger.warning("%s. The copy in %s was last changed at %s", error, folder, changed)
+    return PostgresCorpus(path, database, row), load_manifest(folder / MANIFEST)
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    if manifest.index.kind == "qdrant":
+        raise ConfigError(
+            "index.kind = 'qdrant' does not go with a knowledge base in PostgreSQL, where each machine has an index of "
+            "its own; use flat, hnsw or ivf_pq"
+        )
+    return manifest
+
+
+def _save(path: Path, row: KnowledgeBaseRow) -> None:
+    """Write the manifest to the local folder, unless it is there."""
+    content = row.manifest.encode()
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes() == content:
+            return
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error

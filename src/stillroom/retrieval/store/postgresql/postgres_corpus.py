@@ -1,0 +1,181 @@
+"""A corpus in PostgreSQL, shared by several machines; see `Corpus`.
+
+Reads come from this machine's copy (`local_copy.py`), so that searches wait for no network, and go on while the server
+is away. Commits go to the database, and are in the copy when they return. A thread brings commits of other machines
+into the copy within a second (`follower.py`).
+"""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from stillroom.core.ids import DocumentId
+from stillroom.core.private_files import make_folder, open_file
+from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
+from stillroom.retrieval.store import sql_rows
+from stillroom.retrieval.store.document_names import is_upload
+from stillroom.retrieval.store.postgresql import statements as sql
+from stillroom.retrieval.store.postgresql.committer import Committer
+from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.follower import LOOK_EVERY_S, Follower
+from stillroom.retrieval.store.postgresql.local_copy import ReplacedError, catch_up, original_folder
+from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
+from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
+
+logger = logging.getLogger(__name__)
+
+_MACHINE = "machine-id"
+"""File with the id of a local folder, under which its unfinished uploads are noted."""
+
+
+class PostgresCorpus(SqliteCorpus):
+    """Implements `Corpus`."""
+
+    is_copy = True
+
+    def __init__(
+        self, path: Path, database: Database, row: KnowledgeBaseRow, look_every_s: float = LOOK_EVERY_S
+    ) -> None:
+        """Open the copy at `path`, which `prepare_copy` has made.
+
+        Raises:
+            CorruptKnowledgeBaseError: The copy is damaged.
+        """
+        self._is_replaced = False
+        self._database, self._row = database, row
+        super().__init__(path)
+        self._catching_up = threading.Lock()
+        self._shown = -1
+        """Revision that the copy showed last."""
+        self._follower = Follower(database, row.kb, self.catch_up, look_every_s)
+
+    def follow(self) -> None:
+        """Begin to bring commits of other machines into the copy. Idempotent."""
+        self._follower.begin()
+
+    def close(self) -> None:
+        self._follower.end()
+        self._database.close()
+        super().close()
+
+    @property
+    def is_there(self) -> bool:
+        return not self._is_replaced and super().is_there
+
+    def pending(self) -> list[str]:
+        """Return the names of this machine's unfinished uploads; their files are here."""
+        mine = self._machine_id()
+        with self.reading() as connection:
+            found = connection.execute(f"SELECT path, content_hash FROM sources WHERE size = {sql_rows.PENDING}")
+            return sorted(path for path, machine in found if machine == mine)
+
+    def original_path(self, name: str) -> Path:
+        """Return the path of a file. An upload is brought here from the database, if it is there."""
+        if not is_upload(name):
+            return super().original_path(name)
+        folder = original_folder(self._path.parent, name)
+        path = folder / Path(name).name
+        if not path.exists():
+            self._bring(name, path)
+        return path if path.exists() else super().original_path(name)
+
+    def commit(
+        self,
+        documents: Sequence[StoredDocument] = (),
+        removed: Iterable[DocumentId] = (),
+        sources: Sequence[SourceUpdate] = (),
+    ) -> CommitReport:
+        """As `Corpus.commit`. Raises also DatabaseUnavailableError: nothing was changed, unless the connection broke
+        while the server committed; the same call can be repeated in both cases."""
+        self.check_is_there()
+        documents, removed = list(documents), list(removed)
+        sources = [self._own(update) for update in sources]
+        with self._database.transaction() as connection:
+            committer = Committer(connection, self._row.kb, self.corpus_id)
+            committer.put(documents)
+            committer.remove(removed)
+            for update in sources:
+                committer.update_source(update)
+                self._store_upload(committer, update)
+            report = committer.finish()
+        self._show(committer.revision)
+        return report
+
+    def writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """Used by changes of the embedder only. Raises ConfigError."""
+        raise ConfigError(
+            "the embedder of a knowledge base in PostgreSQL cannot be changed in place; make a new one with the other "
+            "embedder and add the documents to it"
+        )
+
+    def catch_up(self, connection: Connection) -> None:
+        """Bring the copy up to date; one cheap read if it is. Raises as `local_copy.catch_up`."""
+        with self._catching_up:
+            row = connection.execute(sql.SELECT_STATE, (self._row.kb,)).fetchone()
+            if row is None or row[2] != self._shown or row[0] != self.corpus_id:
+                try:
+                    self._shown = catch_up(self._path, connection, self._row.kb, self.corpus_id)
+                except ReplacedError:
+                    self._is_replaced = True
+                    raise
+
+    def refresh(self) -> None:
+        """Bring the copy up to date. Raises as `Database.transaction` and `catch_up`."""
+        with contextlib.closing(self._database.connect()) as connection, self._database.translating_errors():
+            self.catch_up(connection)
+
+    def _show(self, revision: int) -> None:
+        """Bring the copy up to a revision of this process."""
+        while self._shown < revision:
+            try:
+                self.refresh()
+            except KnowledgeBaseBusyError:  # another process of this machine does it
+                pass
+            except DatabaseUnavailableError as error:
+                logger.warning("the change is committed, and searches show it when the server is back: %s", error)
+                return
+
+    def _own(self, update: SourceUpdate) -> SourceUpdate:
+        """Note in the record of an unfinished upload that its file is on this machine."""
+        source = update.source
+        if source is None or source.size != sql_rows.PENDING:
+            return update
+        return SourceUpdate(update.path, sql_rows.marked(source, self._machine_id()))
+
+    def _store_upload(self, committer: Committer, update: SourceUpdate) -> None:
+        path = Path(self.names.path_of(update.path))
+        if is_upload(update.path) and update.source is not None and update.source.size >= 0 and path.is_file():
+            committer.store_upload(update.path, path)
+
+    def _bring(self, name: str, path: Path) -> None:
+        partial = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        try:
+            with self._database.transaction() as connection, connection.cursor(name="stillroom_upload") as cursor:
+                cursor.execute(sql.SELECT_UPLOAD, (self._row.kb, sql.key_of(name)))
+                first = cursor.fetchone()
+                if first is None:
+                    return
+                make_folder(path.parent)
+                with open_file(partial) as file:
+                    file.write(first[0])
+                    for (content,) in cursor:
+                        file.write(content)
+            os.replace(partial, path)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _machine_id(self) -> str:
+        path = self._path.with_name(_MACHINE)
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_text(encoding="ascii")
+        own = uuid.uuid4().hex
+        with contextlib.suppress(FileExistsError), path.open("x", encoding="ascii") as file:
+            file.write(own)
+        return path.read_text(encoding="ascii")
