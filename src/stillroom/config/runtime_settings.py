@@ -101,7 +101,8 @@ class ReuseConfig:
     """Factor on the shares of `cfo`; `stillroom calibrate --quality` finds the smallest that suffices."""
     focus_window: AtLeastZero = 0
     """Documents that the question does not attend to, in this many consecutive layers, are not recomputed
-    (Cache-Craft's Algorithm 1). 0: all are recomputed."""
+    (after Cache-Craft's Algorithm 1, which recomputes them in the first layers). Fewer answers equal a full prefill's;
+    measure yours. 0: all are recomputed."""
     token_selector: TokenSelector = "question"
     """Tokens to recompute. `question`: most attended by the question, mostly by its last token. `question_mean`: by all
     its tokens equally (ProphetKV). `context`: most attention to earlier documents when computed (Cache-Craft).
