@@ -168,7 +168,6 @@ def test_longrope_runs_at_its_original_length_unless_max_model_len_is_longer() -
         ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, "lacks 'short_factor'"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "lacks 'num_experts_per_tok'"),
         ({"model_type": "gemma3", "text_config": {}}, "lacks 'hidden_size'"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
 def test_unsupported_features_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -1,14 +1,14 @@
 """Finds a checkpoint's folder and reads its JSON files and safetensors weights."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from stillroom.errors import ModelError, ModelNotFoundError, StillroomError, UnsupportedModelError
 from stillroom.models import gguf_file
 from stillroom.models.bundled_models import MICROWORLD, bundled_folder, full_name, reader_folder
 
@@ -18,8 +18,12 @@ if TYPE_CHECKING:  # finding a tokenizer needs no tensors
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, check: Callable[[Path], object] | None = None) -> Path:
     """Return the folder of a bundled model, a local folder, a GGUF file (converted once) or a hub model (loaded once).
+
+    Args:
+        check: called with a folder that has the JSON files of a hub model, before its weights are loaded; raises an
+            error if they are not wanted.
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub does not have the name or cannot be reached.
@@ -48,7 +52,11 @@ def resolve(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        if check is not None:
+            check(Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS[:1])))
         return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except StillroomError:
+        raise
     except Exception as error:  # the hub client raises exceptions of many classes
         raise ModelNotFoundError(
             f"no folder {model!r} here, and the model hub did not deliver it ({type(error).__name__}); "
@@ -113,6 +121,22 @@ class WeightFiles:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
+
+    def dtypes(self, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yield each name and its dtype as safetensors writes it, such as `BF16`; reads no weights."""
+        of_file: dict[str, list[str]] = {}
+        for name in names:
+            of_file.setdefault(self._file_of[name], []).append(name)
+        for file, found in of_file.items():
+            with self._reading(file) as opened:
+                present = set(opened.keys())
+                for name in found:
+                    if name in present:  # a name that is missing is an error when it is read
+                        yield name, str(opened.get_slice(name).get_dtype())
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether `get` returns memory of the file."""
+        return name in self
 
     def digests(self) -> list[str]:
         """Return name and xxh3 hash of each file, in order of names. The hash does not resist forgery.

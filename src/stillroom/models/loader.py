@@ -16,6 +16,7 @@ from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
 from stillroom.models.device import torch_device
 from stillroom.models.mixture_of_experts import GatedMlp
+from stillroom.models.quantised_files import WidenedFiles, open_weights, quantisation_of
 from stillroom.models.spec import AGAIN, ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.models.weights import DecoderWeights, LayerWeights
@@ -59,7 +60,8 @@ def load_model(
         ModelError: its files are damaged or disagree with each other.
         ConfigError: there is no such device.
     """
-    folder = resolve(model)
+    folder = resolve(model, quantisation_of)
+    quantisation_of(folder)
     _own_spec(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
@@ -69,7 +71,9 @@ def load_model(
 
 def fingerprint_of(folder: Path, decoder: CausalModel, weights: Weights = "checkpoint") -> bytes:
     dtypes = str(decoder.dtype), str(decoder.activation_dtype)
-    parts = [*WeightFiles(folder).digests(), decoder.identity, *dtypes, weights]
+    parts, quantisation = [*WeightFiles(folder).digests(), decoder.identity, *dtypes, weights], quantisation_of(folder)
+    if quantisation is not None:
+        parts.append(quantisation.identity)
     return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
@@ -107,7 +111,7 @@ def load_own_decoder(
     target, torch_dtype = torch_device(device), _torch_dtype(config, dtype)
     if weights != "checkpoint" and target.type != "cpu":
         raise ConfigError(f"runtime.weights = {weights!r} runs on a CPU only, not on {target}; leave it out")
-    read = _Reader(WeightFiles(folder), target, torch_dtype, spec.has_offset_norms, weights)
+    read = _Reader(open_weights(folder), target, torch_dtype, spec.has_offset_norms, weights)
     return Decoder(spec, _load_weights(spec, read))
 
 
@@ -121,7 +125,9 @@ def _own_spec(config: dict[str, Any], max_model_len: int) -> ModelSpec | None:
 
 def _torch_dtype(config: dict[str, Any], dtype: Dtype) -> torch.dtype:
     text = config.get("text_config") or {}
-    found = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"
+    is_quantised = any(config.get(name) for name in ("quantization_config", "quantization"))
+    usual = "bfloat16" if is_quantised else "float32"
+    found = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or usual
     name = str(found) if dtype == "auto" else dtype
     if name not in _DTYPES:
         raise UnsupportedModelError(f"weights of dtype {name!r} are not supported; use {', '.join(_DTYPES)}")
@@ -146,7 +152,12 @@ class _Reader:
     """
 
     def __init__(
-        self, files: WeightFiles, device: torch.device, dtype: torch.dtype, has_offset_norms: bool, weights: Weights
+        self,
+        files: WeightFiles | WidenedFiles,
+        device: torch.device,
+        dtype: torch.dtype,
+        has_offset_norms: bool,
+        weights: Weights,
     ) -> None:
         self.files, self.device, self.dtype = files, device, dtype
         self.has_offset_norms, self.weights = has_offset_norms, weights
@@ -161,6 +172,8 @@ class _Reader:
             is_copied: the caller keeps only a copy of the result.
         """
         tensor = self._read(name, shape)
+        if not self.files.is_mapped(name):
+            return tensor.to(device=self.device, dtype=self.dtype)
         if is_copied or self.device.type != "cpu" or tensor.dtype != self.dtype:
             tensor = self.files.get(name, is_passing=True)
         return tensor.to(device=self.device, dtype=self.dtype)

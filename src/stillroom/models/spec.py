@@ -154,8 +154,6 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int = 0) -> Model
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; Stillroom runs {', '.join(sorted(_FAMILIES))}"
         )
-    if config.get("quantization_config"):
-        raise UnsupportedModelError("quantised checkpoints are not supported; use the unquantised weights")
     try:
         return _spec({**family.defaults, **config}, family, max_model_len)
     except KeyError as error:
@@ -168,11 +166,7 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the language model of Gemma 3 with a vision tower; other configs unchanged."""
     if config.get("model_type") != "gemma3":
         return config
-    return {
-        **config.get("text_config", {}),
-        "model_type": "gemma3_text",
-        "quantization_config": config.get("quantization_config"),
-    }
+    return {**config.get("text_config", {}), "model_type": "gemma3_text"}
 
 
 def _spec(config: Mapping[str, Any], family: _Family, max_model_len: int) -> ModelSpec:

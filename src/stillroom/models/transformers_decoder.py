@@ -21,9 +21,9 @@ import torch.nn.functional as F
 
 from stillroom.errors import ModelError, UnsupportedModelError
 from stillroom.models.causal_model import ModelShape
-from stillroom.models.checkpoint import WeightFiles
 from stillroom.models.key_rotation import rotations
 from stillroom.models.packed import LayerKV, PackedInput
+from stillroom.models.quantised_files import WidenedFiles, open_weights
 from stillroom.models.transformers_output import without_output
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_spans
@@ -426,8 +426,33 @@ def _refuse(config: Any, reason: str) -> NoReturn:
     )
 
 
+def _from_widened(
+    folder: Path, files: WidenedFiles, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Make the model of a quantised checkpoint as if it were not quantised; return it and what was missing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for one in {id(part): part for part in (config, config.get_text_config())}.values():
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    weights = {}
+    for name in files:
+        tensor = files.get(name, is_passing=True)
+        weights[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    files.unmap()
+    found: tuple[Any, dict[str, Any]] = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=weights, **options
+    )
+    return found
+
+
 def load(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: int = 0) -> TransformersDecoder:
     """Load a checkpoint with transformers, from local files only; code in the checkpoint is never run.
+
+    Quantised weights are widened, all in memory.
 
     Raises:
         UnsupportedModelError: transformers does not know the architecture, or it cannot be computed by slots.
@@ -436,14 +461,16 @@ def load(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: 
     from transformers import AutoModelForCausalLM, __version__
     from transformers.modeling_utils import AttentionInterface
 
-    WeightFiles(folder)  # it has safetensors, which run no code
+    files = open_weights(folder)  # it has safetensors, which run no code
     AttentionInterface.register(_NAME, _attend)
-    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    options |= {"dtype": dtype, "attn_implementation": _NAME}
     try:
         with without_output():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=_NAME, **options
-            )
+            if isinstance(files, WidenedFiles):
+                model, report = _from_widened(folder, files, dtype, options)
+            else:
+                model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
     except (ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         if error.args == (_NAME,):  # it looks up the name in a table of its own
             raise UnsupportedModelError(
