@@ -22,7 +22,7 @@ def expanded(path: Path | None) -> Path | None:
     return None if path is None else Path(os.path.expanduser(path))  # an unknown user stays as written
 
 
-def _folder_of(kb: str | Path) -> Path:
+def folder_of(kb: str | Path) -> Path:
     """Return the folder of a knowledge base; for a URL of PostgreSQL the local folder that stands for it."""
     return local_folder(kb if is_address(kb) else os.path.expanduser(kb))
 
@@ -34,7 +34,7 @@ KbOption = Annotated[
         envvar="STILLROOM_KB",
         show_envvar=True,
         metavar="DIR|URL",
-        parser=_folder_of,
+        parser=folder_of,
         help="Folder of the knowledge base, or postgresql://user@host/database?kb=name (docs/postgresql.md).",
     ),
 ]

@@ -24,7 +24,7 @@ from stillroom.config.settings import EmbedderConfig, IndexConfig, SearchMode, S
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import SearchResult
-from stillroom.errors import CorruptKnowledgeBaseError, UsageError
+from stillroom.errors import CorruptKnowledgeBaseError
 from stillroom.retrieval import reembedding
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.digest import IndexDigest, current_digest
@@ -32,7 +32,6 @@ from stillroom.retrieval.embedded_corpus import ActiveCorpus, EmbeddedCorpus
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.hybrid import Candidates, HybridSearch
-from stillroom.retrieval.index.bm25 import DamagedPostingsError
 from stillroom.retrieval.index.indexes import DenseFiles, Indexes
 from stillroom.retrieval.ingest import AddObserver, AddProgress, AddReport, Ingest, RemoveReport
 from stillroom.retrieval.intake.reading import Failures, FileReader
@@ -47,12 +46,14 @@ from stillroom.retrieval.reembedding import (
     ReembedReport,
     delete_old_vectors,
 )
+from stillroom.retrieval.repaired_search import RepairedSearch
 from stillroom.retrieval.repairing import Repairs
 from stillroom.retrieval.reranker import Reranker, score_all
 from stillroom.retrieval.store.document_names import documents_at
 from stillroom.retrieval.store.folder import WriteLock
+from stillroom.retrieval.store.manifest import Manifest, new_manifest
 from stillroom.retrieval.store.postgresql.address import local_folder
-from stillroom.retrieval.store.vector_sets import ActiveVectors, VectorSetRecord, VectorSets, VectorsReplacedError
+from stillroom.retrieval.store.vector_sets import ActiveVectors, VectorSetRecord, VectorSets
 from stillroom.retrieval.stored_documents import StoredDocuments
 from stillroom.retrieval.vector_index import NUM_STAGES
 from stillroom.retrieval.verify.check import Verification
@@ -80,6 +81,7 @@ class KnowledgeBase(StoredDocuments):
         self.hides_folders = False
         self._lock = WriteLock(self.path, clock, self.corpus.check_is_there)
         self._repairs = Repairs(self.path, lambda: self._active.current().indexes, self._lock, clock)
+        self._search = RepairedSearch(self._active, self._repairs)
         self._reembedding = BackgroundReembedding(
             lambda on_progress, stop: self.reembed(
                 progress=on_progress, stop=stop, num_together=reembedding.IN_BACKGROUND
@@ -93,7 +95,7 @@ class KnowledgeBase(StoredDocuments):
         path: str | Path,
         config: StillroomConfig,
         *,
-        create: bool = False,
+        create: bool | Manifest = False,
         clock: Clock | None = None,
         weights_of: "KnowledgeBase | None" = None,
     ) -> "KnowledgeBase":
@@ -101,14 +103,15 @@ class KnowledgeBase(StoredDocuments):
 
         Args:
             path: The folder, or a URL such as `postgresql://user@host/database?kb=name` (docs/postgresql.md).
-            create: Make a new one if the folder is missing or empty.
+            create: Make a new one if there is none; with the settings of a manifest if one is given.
             weights_of: An open knowledge base with which to share the embedder's weights, and nothing else.
 
         Raises as `opening.open_folder`.
         """
         clock = clock or SystemClock()
-        new_embedder = (lambda: Embedder(config.embedder)) if create else None
-        return cls(open_folder(local_folder(path), config, clock, new_embedder), config, clock, weights_of)
+        made = create if isinstance(create, Manifest) else None
+        manifest = (lambda: made or new_manifest(config, Embedder(config.embedder))) if create else None
+        return cls(open_folder(local_folder(path), config, clock, manifest), config, clock, weights_of)
 
     @property
     def indexes(self) -> Indexes:
@@ -207,24 +210,7 @@ class KnowledgeBase(StoredDocuments):
     ) -> Iterator[SearchResult]:
         """Yield up to `num_stages` results: provisional ones, then the result of `search` if the documents do not
         change. The caller may stop at any stage. Raises as `search`, with the first result."""
-        needs_vectors = (mode or self._active.config.search.mode) != "sparse"
-        self._repairs.before_search(needs_vectors=needs_vectors)
-        may_repair = True
-        while True:
-            try:
-                with self._active.in_use() as current:
-                    if needs_vectors:
-                        current.checked_embedder()
-                    yield from current.search.search_staged(query, mode, top_k, num_stages, where)
-                return
-            except DamagedPostingsError:
-                if not may_repair:
-                    raise
-                may_repair = False
-                self._repairs.repair_words()
-            except VectorsReplacedError:
-                pass
-            num_stages = 1
+        return self._search.search_staged(query, mode, top_k, num_stages, where)
 
     def hide_folders(self) -> None:
         """From now on, name documents by public ids (`core.ids.public_id`) in names and filters, for callers that must
@@ -242,12 +228,12 @@ class KnowledgeBase(StoredDocuments):
 
     def candidates(self, query: str, num_candidates: int) -> Candidates:
         """Return the unfused candidates of dense and sparse search, each with both scores."""
-        self._active.current().checked_embedder()
-        try:
-            return self._active.current().search.candidates(query, num_candidates)
-        except DamagedPostingsError:
-            self._repairs.repair_words()
-            return self._active.current().search.candidates(query, num_candidates)
+        return self._search.candidates(query, num_candidates)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The settings that it was made with, and its present embedder."""
+        return self._active.manifest
 
     @property
     def index_config(self) -> IndexConfig:
@@ -297,16 +283,14 @@ class KnowledgeBase(StoredDocuments):
         can be written.
 
         Args:
-            repair: Repair what can be repaired. Lost vectors are embedded again, which needs the embedder.
+            repair: Repair what can be repaired. Lost vectors are embedded again, which needs the embedder. A copy of a
+                database is not repaired: remove the folder, and it is made again.
             progress: Called with the numbers of done and of all steps.
 
         Raises:
             KnowledgeBaseBusyError: Another writer holds the lock.
             StorageError: The disk is full or failing.
-            UsageError: The documents are in PostgreSQL, and `repair` is true.
         """
-        if repair and self.corpus.is_copy:
-            raise UsageError(f"the documents are in PostgreSQL; remove {self.path}, and they are copied again")
         with self._lock.held("verify") if repair else self._lock.held_if_writable("verify"):
             current = self._active.current()
             run = Verification(

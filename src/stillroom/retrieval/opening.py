@@ -8,7 +8,6 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.private_files import close_to_others
 from stillroom.errors import KnowledgeBaseError, KnowledgeBaseNotFoundError, StorageError
-from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.opened_folder import OpenedFolder
 from stillroom.retrieval.opening_shared import open_shared
 from stillroom.retrieval.store.folder import (
@@ -19,21 +18,21 @@ from stillroom.retrieval.store.folder import (
     check_is_empty,
     check_manifest_exists,
 )
-from stillroom.retrieval.store.manifest import FORMAT_VERSION, load_manifest, new_manifest, upgraded
+from stillroom.retrieval.store.manifest import FORMAT_VERSION, Manifest, load_manifest, upgraded
 from stillroom.retrieval.store.postgresql.address import address_of
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
 
 def open_folder(
-    path: Path, config: StillroomConfig, clock: Clock, new_embedder: Callable[[], Embedder] | None = None
+    path: Path, config: StillroomConfig, clock: Clock, make_manifest: Callable[[], Manifest] | None = None
 ) -> OpenedFolder:
     """Open the knowledge base in a folder.
 
     Args:
-        new_embedder: Makes the embedder of a new knowledge base; None makes no knowledge base.
+        make_manifest: Makes the settings of a new knowledge base; None makes no knowledge base.
 
     Raises:
-        KnowledgeBaseNotFoundError: There is none, and `new_embedder` is None.
+        KnowledgeBaseNotFoundError: There is none, and `make_manifest` is None.
         KnowledgeBaseError: The folder holds other files.
         IncompatibleKnowledgeBaseError: It has a later format.
         CorruptKnowledgeBaseError: One of its files is damaged or missing.
@@ -43,14 +42,14 @@ def open_folder(
     path = Path(os.path.abspath(path))
     address = address_of(path)
     if address is not None:
-        return open_shared(path, address, config, new_embedder)
+        return open_shared(path, address, config, make_manifest)
     check_manifest_exists(path)
     if not (path / MANIFEST).exists():
-        if new_embedder is None:
+        if make_manifest is None:
             raise KnowledgeBaseNotFoundError(
                 f"there is no knowledge base in {path}; make one with: stillroom add PATH --kb {path}"
             )
-        _create(path, config, clock, new_embedder)
+        _create(path, clock, make_manifest)
     close_to_others(path)
     manifest = load_manifest(path / MANIFEST)
     check_corpus_exists(path)
@@ -61,10 +60,10 @@ def open_folder(
     return OpenedFolder(path, manifest, SqliteCorpus(path / CORPUS))
 
 
-def _create(path: Path, config: StillroomConfig, clock: Clock, new_embedder: Callable[[], Embedder]) -> None:
+def _create(path: Path, clock: Clock, make_manifest: Callable[[], Manifest]) -> None:
     """Make an empty knowledge base in a missing or empty folder, unless another process has just made one."""
     check_is_empty(path)
-    manifest = new_manifest(config, new_embedder())
+    manifest = make_manifest()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

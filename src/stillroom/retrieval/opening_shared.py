@@ -20,10 +20,9 @@ from stillroom.errors import (
     StorageError,
 )
 from stillroom.retrieval.atomic_files import write_atomically
-from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.opened_folder import OpenedFolder
 from stillroom.retrieval.store.folder import CORPUS, MANIFEST
-from stillroom.retrieval.store.manifest import Manifest, load_manifest, new_manifest
+from stillroom.retrieval.store.manifest import Manifest, load_manifest
 from stillroom.retrieval.store.postgresql.address import DatabaseAddress
 from stillroom.retrieval.store.postgresql.database import Database, KnowledgeBaseRow
 from stillroom.retrieval.store.postgresql.local_copy import copied_row, prepare_copy
@@ -33,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 def open_shared(
-    folder: Path, address: DatabaseAddress, config: StillroomConfig, new_embedder: Callable[[], Embedder] | None
+    folder: Path, address: DatabaseAddress, config: StillroomConfig, make_manifest: Callable[[], Manifest] | None
 ) -> OpenedFolder:
     """Open a knowledge base in PostgreSQL.
 
     Args:
         folder: Its local folder, absolute.
-        new_embedder: Makes the embedder of a new knowledge base; None makes no knowledge base.
+        make_manifest: Makes the settings of a new knowledge base; None makes no knowledge base.
 
     Raises:
-        KnowledgeBaseNotFoundError: There is none, and `new_embedder` is None.
+        KnowledgeBaseNotFoundError: There is none, and `make_manifest` is None.
         DatabaseUnavailableError: The server cannot be reached, and there is no copy.
         ConfigError: The index of a new one should be an embedded Qdrant collection.
     """
     close_to_others(folder)
     database = Database(address)
     try:
-        corpus, manifest = _open(folder, database, config, new_embedder)
+        corpus, manifest = _open(folder, database, config, make_manifest)
     except DatabaseUnavailableError as error:
         database.close()
         corpus, manifest = _open_copy(folder, Database(address), error)
@@ -62,16 +61,16 @@ def open_shared(
 
 
 def _open(
-    folder: Path, database: Database, config: StillroomConfig, new_embedder: Callable[[], Embedder] | None
+    folder: Path, database: Database, config: StillroomConfig, make_manifest: Callable[[], Manifest] | None
 ) -> tuple[PostgresCorpus, Manifest]:
     row = database.find()
     if row is None:
-        if new_embedder is None:
+        if make_manifest is None:
             raise KnowledgeBaseNotFoundError(
                 f"there is no knowledge base {database.address}; make one with: "
                 f"stillroom add PATH --kb '{database.address}'"
             )
-        row = database.create(_checked(new_manifest(config, new_embedder())).to_text())
+        row = database.create(_checked(make_manifest()).to_text())
     _save(folder / MANIFEST, row)
     manifest = load_manifest(folder / MANIFEST)
     path = folder / CORPUS

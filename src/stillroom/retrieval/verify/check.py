@@ -60,7 +60,7 @@ class Verification:
             StorageError: The disk is full or failing.
         """
         began = self._clock.monotonic()
-        findings, damage = self._check_corpus(embed, on_progress)
+        findings, damage = self._check_corpus(None if self._corpus.is_copy else embed, on_progress)
         if not damage.pages and not damage.vectors:
             findings += self._check_indexes(embed is not None, on_progress)
         if damage.pages:

@@ -148,8 +148,9 @@ class PostgresCorpus(SqliteCorpus):
         return SourceUpdate(update.path, sql_rows.marked(source, self._machine_id()))
 
     def _store_upload(self, committer: Committer, update: SourceUpdate) -> None:
-        path = Path(self.names.path_of(update.path))
-        if is_upload(update.path) and update.source is not None and update.source.size >= 0 and path.is_file():
+        path, source = Path(self.names.path_of(update.path)), update.source
+        is_finished = source is not None and source.size != sql_rows.PENDING
+        if is_finished and is_upload(update.path) and path.is_file():
             committer.store_upload(update.path, path)
 
     def _bring(self, name: str, path: Path) -> None:
