@@ -44,8 +44,9 @@ _NO_KV = (
 
 HELP = help_text(
     "Split device, host and disk memory between vector index and kept KV to meet a latency target.",
-    "It times searches for the workload's questions, takes the model's costs (stillroom calibrate), and simulates the "
-    "workload with the engine's own scheduler and caches for every split of a grid. It prints the best split with the "
+    "It times searches for the workload's questions, takes the model's costs (stillroom calibrate), asks a few "
+    "questions alone and beside searches, and simulates the workload with the engine's own scheduler and caches for "
+    "every split of a grid. It prints the best split with the "
     "predicted times to the first token, the rate it sustains, the effect of halving or doubling each part, what to "
     "buy next, and what preparing documents gains. If no split meets the target, it prints why and by how much, and "
     "the exit code is 1. Method: docs/planning.md.",
