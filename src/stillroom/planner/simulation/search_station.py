@@ -73,6 +73,9 @@ class SearchStation:
     def beside(self, now: float, seconds: float) -> float:
         """Advance beside a step that takes so many seconds alone; return the seconds that it takes."""
         self.idle_until(now)
+        if not self._running and self._next(1.0) >= now + seconds:  # no search, the usual case
+            self.now = now + seconds
+            return seconds
         while seconds > _TINY:
             rate = self._step_rate if self._running else 1.0
             end = min(self.now + seconds / rate, self._next(self._search_rate))
