@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from stillroom_bench.papers.outcome import ReportOutcome, RowOutcome
 
 FAILED, INTERRUPTED = 1, 130
+_SHOWN = 5
+"""Most changed cells of a report that are printed."""
 
 HELP = help_text(
     "Run the commands of a paper's claims again, and say whether their figures agree with the committed ones.",
@@ -153,6 +155,10 @@ def _show(rows: "list[RowOutcome]", reports: "list[ReportOutcome]") -> None:
                 f"{found.count('differs'):,} differ, {found.count('absent'):,} are absent; of "
                 f"{count(found.num_cells, 'table cell')} without one {found.num_same:,} are the same"
             )
+            for cell in found.changed[:_SHOWN]:
+                line(f"  committed {cell.committed}, now {cell.now or '-'} ({cell.figure})")
+            if len(found.changed) > _SHOWN:
+                line(f"  and {len(found.changed) - _SHOWN:,} more cells; all with --json")
             line(f"  committed on {one.committed_on}; now on {one.now_on}")
 
 

@@ -40,9 +40,14 @@ class ResultAgreement:
 
     figures: tuple[Agreement, ...]
     """Those with an interval."""
-    num_same: int
-    """Table cells without interval that are the same text."""
+    changed: tuple[Agreement, ...]
+    """Table cells without interval that have another text now, or none."""
     num_cells: int
+    """Table cells without interval."""
+
+    @property
+    def num_same(self) -> int:
+        return self.num_cells - len(self.changed)
 
     def quoted(self, interval: str) -> Agreement | None:
         """Return the figure whose committed text is this; the one that agrees least, if several have it."""
@@ -57,11 +62,20 @@ def compare_results(committed: dict[str, Any], now: dict[str, Any]) -> ResultAgr
     """Compare two result files, as read from JSON."""
     new = dict(intervals_of(now))
     figures = tuple(
-        Agreement(", ".join(filter(None, key)), text, new.get(key), _verdict(text, new.get(key)))
+        Agreement(_figure(key), text, new.get(key), _verdict(text, new.get(key)))
         for key, text in intervals_of(committed)
     )
     old_cells, new_cells = dict(_plain_cells(committed)), dict(_plain_cells(now))
-    return ResultAgreement(figures, sum(new_cells.get(key) == text for key, text in old_cells.items()), len(old_cells))
+    changed = (
+        Agreement(_figure(key), text, new_cells.get(key), "differs" if key in new_cells else "absent")
+        for key, text in old_cells.items()
+        if new_cells.get(key) != text
+    )
+    return ResultAgreement(figures, tuple(changed), len(old_cells))
+
+
+def _figure(key: Key) -> str:
+    return ", ".join(filter(None, key))
 
 
 def intervals_of(result: dict[str, Any]) -> Iterator[tuple[Key, str]]:

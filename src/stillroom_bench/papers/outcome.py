@@ -36,7 +36,8 @@ class ReportOutcome:
         if self.agreement is None:
             return found
         counts = {verdict: self.agreement.count(verdict) for verdict in ("agrees", "differs", "absent")}
-        return found | {"figures": counts, "same_cells": self.agreement.num_same, "cells": self.agreement.num_cells}
+        changed = [asdict(one) for one in self.agreement.changed]
+        return found | {"figures": counts, "cells": self.agreement.num_cells, "changed_cells": changed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,17 @@ def test_result_agrees_with_itself(name: str) -> None:
     found = compare_results(result(name), result(name))
 
     assert found.figures and found.count("agrees") == len(found.figures)
-    assert found.num_same == found.num_cells > 0
+    assert found.num_same == found.num_cells > 0 and not found.changed
+
+
+def test_a_changed_cell_is_named() -> None:
+    old, new = result("2026-11-21-savings"), result("2026-11-21-savings")
+    new["tables"]["Traces"][0]["redundant, of all tokens"] = "33.0%"
+
+    (found,) = compare_results(old, new).changed
+
+    assert (found.committed, found.now, found.verdict) == ("32.0%", "33.0%", "differs")
+    assert found.figure == "Traces, rag_2wikimultihopqa, 1000, redundant, of all tokens"
 
 
 def test_an_arm_that_did_not_run_is_absent_and_shifts_no_other_row() -> None:
