@@ -300,6 +300,7 @@ def _fitted_row(name: str, profile: SearchProfile) -> dict[str, Any]:
         "us per query": 1e6 * model.per_query,
         "us per list": 1e6 * model.per_list,
         "ns per code": 1e9 * model.per_code,
+        "ns per code, one query": 1e9 * (model.per_code_alone or model.per_code),
         "us per window": 1e6 * model.per_window,
         "window KiB": model.window_bytes // 1024,
         "ns per byte read": 1e9 * model.per_byte,

@@ -202,13 +202,22 @@ def truth() -> ScanModel:
     return ScanModel(times, 2e-4, 1e-4, 2e-6, 5e-8, 3e-5, 1e-9, 2**16, 0.4, 0.0, 0.0, 18)
 
 
-def test_fit_recovers_the_costs_of_the_model() -> None:
-    made = truth()
+@pytest.mark.parametrize("per_code_alone", [5e-8, 2e-7])
+def test_fit_recovers_the_costs_of_the_model(per_code_alone: float) -> None:
+    made = replace(truth(), per_code_alone=per_code_alone)
     found = fit(observations(made, 0.0, 1))
     assert found.window_bytes == made.window_bytes
-    for name in ("per_batch", "per_query", "per_list", "per_code", "per_window", "per_byte", "overlap"):
+    names = ("per_batch", "per_query", "per_list", "per_code", "per_code_alone", "per_window", "per_byte", "overlap")
+    for name in names:
         assert getattr(found, name) == pytest.approx(getattr(made, name), rel=0.02, abs=1e-12), name
     assert found.block_sd < 1e-3 and found.batch_sd < 1e-3
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_costs_of_what_was_not_observed_are_those_of_the_other(is_alone: bool) -> None:
+    observed = [group for group in observations(truth(), 0.0, 1) if (len(group[0].probed) == 1) == is_alone]
+    found = fit(observed)
+    assert found.per_code == found.per_code_alone == pytest.approx(truth().per_code, rel=0.05)
 
 
 def test_interrupted_coarse_search_changes_the_fit_little() -> None:

@@ -8,7 +8,8 @@ lists of each batch. Each shard takes
     per query + per probed list + per code + (on disk) per window of the file first touched + per byte of it
 
 for its queries, those with the least to scan first; a query is released when its last shard has finished. A single
-query starts no shards: one thread scans its lists in RAM, then those on disk. A device scans for all queries of a batch
+query starts no shards: one thread scans its lists in RAM, then those on disk, and a code has a cost of its own, because
+faiss scans it and compiled kernels scan batches. A device scans for all queries of a batch
 at once and releases them together:
 
     per launch + per query + per slot of a code; each query has as many slots as the query with the most codes
@@ -30,7 +31,7 @@ from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM
 
 WINDOWS = tuple(2**power for power in range(14, 25))
 """Candidates for the bytes that the system reads around a missing page; the best fit is taken."""
-_NUM_FITTED = 7
+_NUM_FITTED = 8
 _CONFIDENCE = 0.90
 
 
@@ -99,10 +100,14 @@ class ScanModel:
     num_blocks: int
     device: DeviceCosts | None = None
     """Costs of every device; None if no device was measured."""
+    per_code_alone: float | None = None
+    """Of a single query; None: `per_code`."""
 
     def release_seconds(self, division: Division, probed: Lists) -> Floats:
         """Return the seconds from the start of a batch [q, p] to each query's result, [q]."""
-        costs = np.array([self.per_query, self.per_list, self.per_code, self.per_window, self.per_byte])
+        is_alone = self.per_code_alone is not None and not _uses_shards(probed)
+        per_code = self.per_code_alone if is_alone else self.per_code
+        costs = np.array([self.per_query, self.per_list, per_code, self.per_window, self.per_byte])
         works = [division.work(shard, probed, self.window_bytes) for shard in (RAM, DISK)]
         ends = [np.cumsum(rows @ costs) for _, rows in works]
         totals = [float(end[-1]) if len(end) else 0.0 for end in ends]
@@ -151,12 +156,16 @@ def fit(observed: Sequence[Sequence[ObservedBatch]]) -> ScanModel:
         one for one in everything if one.division.ram_bytes and one.division.disk_bytes and _uses_shards(one.probed)
     ]
     assert in_ram and on_disk
-    works = [np.concatenate([[_uses_shards(one.probed)], _total(one, RAM, WINDOWS[0])[:3]]) for one in in_ram]
+    works = [np.concatenate([[_uses_shards(one.probed)], _scan_work(one, RAM)]) for one in in_ram]
     per_batch, *scan_costs = _least_squares(
         works, [_scan(one) for one in in_ram], [one.seconds for one in in_ram]
     ).tolist()
+    if not any(work[0] for work in works):
+        scan_costs[2] = scan_costs[3]
+    elif all(work[0] for work in works):
+        scan_costs[3] = scan_costs[2]
     window_bytes, file_costs = _file_costs(on_disk, per_batch, np.array(scan_costs))
-    costs = np.array([*scan_costs, *file_costs])
+    costs = np.array([*scan_costs[:3], *file_costs])
     overlap = _overlap(divided, per_batch, costs, window_bytes)
     times = _times([one for one in on_disk if one.probed.shape[1] == whole])
     per_query, per_list, per_code, per_window, per_byte = costs.tolist()
@@ -173,6 +182,7 @@ def fit(observed: Sequence[Sequence[ObservedBatch]]) -> ScanModel:
         block_sd=0.0,
         batch_sd=0.0,
         num_blocks=len(observed),
+        per_code_alone=scan_costs[3],
     )
     errors = [np.array([_log_error(model, one) for one in group]) for group in observed]
     num_free = max(1, len(errors) - _NUM_FITTED)
@@ -215,6 +225,13 @@ def _total(one: ObservedBatch, shard: int, window_bytes: int) -> Floats:
     return found
 
 
+def _scan_work(one: ObservedBatch, shard: int) -> Floats:
+    """Return queries, lists, codes of a batch and codes of a single query, one of the last two 0."""
+    queries, lists, codes = _total(one, shard, WINDOWS[0])[:3]
+    is_batch = _uses_shards(one.probed)
+    return np.array([queries, lists, codes * is_batch, codes * (1 - is_batch)])
+
+
 def _least_squares(rows: Sequence[Floats], seconds: Sequence[float], scale: Sequence[float]) -> Floats:
     """Return non-negative costs by least squares of errors relative to `scale`."""
     weights = 1 / np.maximum(np.array(scale), 1e-9)
@@ -233,7 +250,7 @@ def _file_costs(on_disk: Sequence[ObservedBatch], per_batch: float, scan_costs: 
     for window_bytes in WINDOWS:
         works = [_total(one, DISK, window_bytes) for one in on_disk]
         woken = [per_batch * _uses_shards(one.probed) for one in on_disk]
-        scanned = [start + float(work[:3] @ scan_costs) for start, work in zip(woken, works, strict=True)]
+        scanned = [start + float(_scan_work(one, DISK) @ scan_costs) for start, one in zip(woken, on_disk, strict=True)]
         rest = [max(total - one, 0.0) for total, one in zip(totals, scanned, strict=True)]
         costs = _least_squares([work[3:] for work in works], rest, scale)
         told = np.array([one + float(work[3:] @ costs) for one, work in zip(scanned, works, strict=True)])
