@@ -54,6 +54,19 @@ def test_report_compares_every_arm_and_judges_the_best_prefix_arm(data: Path) ->
     assert gate["best prefix arm"] == best["arm"] and gate["time / chunks"] == best["time / chunks"]
 
 
+def test_prepared_chunks_are_reused_by_every_arm_where_all_engines_hold_them(data: Path) -> None:
+    def reused(copies: int) -> list[str]:
+        arms = ("round robin", OURS)
+        options = ClusterOptions(
+            data=data, engines=(2,), num_requests=12, repeat=1, modes=("prepared",), arms=arms, copies=copies
+        )
+        return [row["tokens reused"] for row in list(run_cluster(options).tables.values())[-1]]
+
+    everywhere, at_home = reused(0), reused(1)
+    assert everywhere[0] == everywhere[1] and float(everywhere[0].rstrip("%")) > 70, "all but the questions"
+    assert max(map(float, (one.rstrip("%") for one in at_home))) < float(everywhere[0].rstrip("%"))
+
+
 @pytest.mark.parametrize(
     ("interval", "text"),
     [
@@ -103,6 +116,7 @@ def test_topics_have_chunks_of_one_topic_and_independent_chunks_do_not() -> None
         (ClusterOptions(experiments=("nothing",)), "unknown experiments nothing"),
         (ClusterOptions(arms=("best",)), "unknown arms best"),
         (ClusterOptions(experiments=("generated",), modes=("off",)), "unknown mode 'off'"),
+        (ClusterOptions(experiments=("generated",), modes=("prepared",)), "needs --experiment traces"),
     ],
 )
 def test_wrong_options_are_refused(options: ClusterOptions, message: str) -> None:

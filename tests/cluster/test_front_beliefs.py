@@ -36,6 +36,15 @@ def test_own_requests_lengthen_the_queue_and_promise_their_kv() -> None:
     assert dict(found.held) == dict.fromkeys((b"x", b"key x", b"y", b"key y"), Tier.DEVICE)
 
 
+def test_where_only_prepared_kv_is_placed_a_request_promises_prefixes_only() -> None:
+    beliefs = FrontBeliefs(places_computed=False)
+    beliefs.add_engine("a", 0.0)
+    beliefs.on_sent("a", request(0, b"x"), 2.0, now=1.0)
+    beliefs.on_report("a", report(1.5, {b"y": Tier.HOST}))
+
+    assert dict(only(beliefs, 2.0).held) == {b"key x": Tier.DEVICE, b"y": Tier.HOST}
+
+
 def test_promised_kv_counts_until_a_report_after_the_first_token() -> None:
     beliefs = front()
     beliefs.on_sent("a", request(0, b"x"), 2.0, now=1.0)

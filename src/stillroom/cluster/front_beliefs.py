@@ -92,8 +92,13 @@ class _EngineLog:
 class FrontBeliefs:
     """The engines of one front. Pure bookkeeping: every method gets the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, places_computed: bool = True) -> None:
+        """
+        Args:
+            places_computed: whether engines place what prompts have computed; not with `reuse.mode = "prepared"`.
+        """
         self._engines: dict[str, _EngineLog] = {}
+        self._places_computed = places_computed
 
     def add_engine(self, engine_id: str, now: float) -> None:
         """Begin to route to an engine that holds nothing yet. One of the same id starts anew."""
@@ -127,7 +132,9 @@ class FrontBeliefs:
             work_seconds: predicted, without waiting.
         """
         log = self._engines[engine_id]
-        names = tuple(name for piece in request.pieces for name in (piece.key, piece.content))
+        names = tuple(piece.key for piece in request.pieces)
+        if self._places_computed:
+            names += tuple(piece.content for piece in request.pieces)
         sent = _Sent(now, work_seconds, names)
         log.outstanding[request.number] = sent
         log.unsettled.append(sent)

@@ -23,7 +23,8 @@ from stillroom.cluster.routers import (
     RoundRobin,
     Router,
 )
-from stillroom.config.settings import ReuseConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig
+from stillroom.core.kv import FULL_BITS
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import Link
 from stillroom.planner.simulation.arrivals import arrivals_of
@@ -59,6 +60,7 @@ ARMS: dict[str, Callable[[EngineCosts], Router]] = {
     "cost, prefixes": lambda costs: CostRouter(costs.exact_only()),
     OURS: CostRouter,
 }
+_MODES = ("exact", "anywhere", "prepared")
 _MAX_SEQS, _ANSWER_TOKENS = 32, 6
 """Concurrent requests of an engine; tokens of an answer, as on Natural Questions (RAGCache 7)."""
 _K, _NUM_CHUNKS, _FITS = 5, 10_000, 0.05
@@ -86,7 +88,8 @@ class Case:
         """Run one arm; outcomes of the same seed are of the same prompts and times."""
         prompts, dues = self._load(seed, options)
         router = ARMS[arm](self.setup.costs)
-        return ClusterSimulation(self.setup, router, self.traffic.corpus()).run(prompts, dues)
+        documents = self.traffic.windows() if self.setup.policy.reuse.mode == "prepared" else ()
+        return ClusterSimulation(self.setup, router, self.traffic.corpus(), documents).run(prompts, dues)
 
     def _load(self, seed: int, options: ClusterOptions) -> tuple[list[Prompt], list[float]]:
         prompts = self.traffic.prompts(self.num_requests, [options.seed, seed, 7])
@@ -118,6 +121,7 @@ class Measured:
             "p99 ms": 1e3 * float(np.quantile(seconds, 0.99)),
             "tokens reused": f"{reused:.1%}",
             "busiest / mean": float(np.mean([_imbalance(_half(one.engine)) for one in ones])),
+            "copies": float(np.mean([one.copies for one in ones])),
             "time / chunks": str(self.ratio(arm, OURS)),
         }
 
@@ -201,20 +205,28 @@ def _recorded_cases(options: ClusterOptions) -> Iterator[tuple[Case, dict[str, A
         rate = capacity(hardware, traffic, options.seed)
         for mode in options.modes:
             for num_engines in options.engines:
-                setup = ClusterSetup(hardware=hardware, policy=_policy(mode, host_bytes), num_engines=num_engines)
+                setup = ClusterSetup(
+                    hardware=hardware,
+                    policy=_policy(mode, host_bytes),
+                    num_engines=num_engines,
+                    num_prepared_copies=options.copies or num_engines,
+                )
                 count = options.num_requests or len(traffic.retrieved)
                 case = Case(traffic, setup, count, options.load * num_engines * rate)
                 yield case, {"trace": traffic.name, "reuse": mode, "engines": num_engines}
 
 
 def _policy(mode: str, host_bytes: int) -> EnginePolicy:
-    if mode not in ("exact", "anywhere"):
-        raise UsageError(f"unknown mode {mode!r}; known are exact and anywhere")
-    return EnginePolicy(reuse=ReuseConfig(mode=mode, host_bytes=host_bytes, disk_bytes=0, audit_share=0.0))  # type: ignore[arg-type]
+    if mode not in _MODES:
+        raise UsageError(f"unknown mode {mode!r}; known are {', '.join(_MODES)}")
+    reuse = ReuseConfig(mode=mode, host_bytes=host_bytes, disk_bytes=0, audit_share=0.0)  # type: ignore[arg-type]
+    return EnginePolicy(reuse=reuse, prepare=PrepareConfig(bits=FULL_BITS, host_bytes=host_bytes))
 
 
 def made_case(options: ClusterOptions, num_engines: int, mode: str, *, has_topics: bool, **changes: Any) -> Case:
     """Make a case of generated traffic: an engine holds 5 % of the chunks besides its running requests."""
+    if mode == "prepared":
+        raise UsageError("--mode prepared needs --experiment traces: generated chunks have no room to be prepared")
     count = options.num_requests or _REQUESTS_PER_ENGINE * num_engines
     traffic = made_traffic(_NUM_CHUNKS, count, _K, options.seed, has_topics=has_topics)
     hardware = hardware_of(load_machine(options.machine), max_seqs=_MAX_SEQS, max_tokens=_ANSWER_TOKENS)

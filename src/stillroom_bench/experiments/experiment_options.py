@@ -357,7 +357,10 @@ class ClusterOptions:
     )
     data: Path | None = flag(None, "A folder with rag_*.json, traces of retrieved passages.", path="folder")
     engines: tuple[int, ...] = flag((4, 16), "Engines of the cluster.", "--engines", metavar="N", min=1)
-    modes: tuple[str, ...] = flag(("anywhere",), "Reuse of KV: exact or anywhere.", "--mode", metavar="NAME")
+    modes: tuple[str, ...] = flag(
+        ("anywhere",), "Reuse of KV: exact, anywhere or prepared (traces only).", "--mode", metavar="NAME"
+    )
+    copies: int = flag(1, "With --mode prepared: engines that prepare each document, by hash; 0: all of them.", min=0)
     arms: tuple[str, ...] = flag((), "Routers of traces and generated; default: all.", "--arm", metavar="NAME")
     load: float = flag(0.8, "Requests per second, as a share of the throughput without reuse.", min=0.01)
     machine: str = flag("llama3-8b-a100", "Modelled machine: a name or a .toml file.", metavar="NAME")

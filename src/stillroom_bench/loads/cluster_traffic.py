@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.prompt import Segment, SegmentKind
-from stillroom.planner.simulation.simulated_corpus import SimulatedCorpus
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
 from stillroom.planner.simulation.stepped_engine import Prompt, Tokens
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS, count_tokens, read_retrieved
 
@@ -47,6 +47,16 @@ class ClusterTraffic:
         return SimulatedCorpus(
             [[Segment(SegmentKind.CHUNK, tokens, ChunkId(1 + at))] for at, tokens in enumerate(self.chunks)]
         )
+
+    def windows(self) -> list[PreparingPrompt]:
+        """Return what to prepare: each chunk is a document of its own, behind the system message."""
+        system = Segment(SegmentKind.SYSTEM, _tokens("system", SYSTEM_TOKENS))
+        question = Segment(SegmentKind.QUESTION, _tokens("preparing", 1))
+        found = []
+        for chunk_id, tokens in enumerate(self.chunks, start=1):
+            chunk = Segment(SegmentKind.CHUNK, tokens, ChunkId(chunk_id))
+            found.append(PreparingPrompt(SegmentedPrompt((system, chunk, question)), frozenset({ChunkId(chunk_id)})))
+        return found
 
     def prompts(self, count: int, seed: Sequence[int]) -> list[Prompt]:
         """Draw prompts. Without popularity at most one of each question."""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from stillroom.cluster.routers import BoundedHash, CostRouter, LeastLoaded, PrefixThreshold, RoundRobin, Router
-from stillroom.config.settings import ReuseConfig
+from stillroom.config.settings import PrepareConfig, ReuseConfig
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
-from stillroom.core.prompt import Segment, SegmentKind
+from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import Link, linear_profile
 from stillroom.planner.simulation.arrivals import arrivals
@@ -21,7 +21,7 @@ from stillroom.planner.simulation.cluster_simulation import (
     ClusterSimulation,
     NodeChange,
 )
-from stillroom.planner.simulation.simulated_corpus import SimulatedCorpus
+from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
 
@@ -32,6 +32,10 @@ HARDWARE = HardwareModel(
 EXACT = EnginePolicy(reuse=ReuseConfig(policy="lru", host_bytes=500, disk_bytes=0))
 ON_DISK = EnginePolicy(reuse=ReuseConfig(host_bytes=300, disk_bytes=100_000), scheduling="cache_first")
 ANYWHERE = EnginePolicy(reuse=ReuseConfig(mode="anywhere", host_bytes=500, disk_bytes=0, audit_share=0.0))
+PREPARED = EnginePolicy(
+    reuse=ReuseConfig(mode="prepared", host_bytes=2_000, disk_bytes=0, audit_share=0.0),
+    prepare=PrepareConfig(bits=16, host_bytes=2_000),
+)
 OFF = EnginePolicy(reuse=ReuseConfig(mode="off"))
 SYSTEM, QUESTION = (1,) * 16, (2,) * 8
 FIRST = 1 + 1.2 + 0.016
@@ -47,6 +51,16 @@ def corpus() -> SimulatedCorpus:
 
 def prompt(*chunks: int) -> Prompt:
     return (SYSTEM, *(CHUNKS[chunk] for chunk in chunks), QUESTION)
+
+
+def documents() -> list[PreparingPrompt]:
+    """What to prepare: each chunk behind the system prompt."""
+    found = []
+    for at, tokens in enumerate(CHUNKS):
+        chunk = Segment(SegmentKind.CHUNK, tokens, ChunkId(1 + at))
+        system, question = Segment(SegmentKind.SYSTEM, SYSTEM), Segment(SegmentKind.QUESTION, (3,))
+        found.append(PreparingPrompt(SegmentedPrompt((system, chunk, question)), frozenset({ChunkId(1 + at)})))
+    return found
 
 
 def traffic(count: int, per_second: float, seed: int = 0) -> tuple[list[Prompt], list[float]]:
@@ -90,6 +104,46 @@ def test_engines_under_round_robin_equal_engines_simulated_apart() -> None:
         alone = SimulatedRuntime(HARDWARE, ANYWHERE, documents=corpus()).ask(prompts[engine::4], dues[engine::4])
         assert found.seconds[engine::4] == alone.seconds
         assert found.response_seconds[engine::4] == alone.response_seconds
+
+
+def test_one_prepared_engine_equals_the_simulation_of_one_engine() -> None:
+    prompts, dues = traffic(40, 0.5)
+    setup = ClusterSetup(hardware=HARDWARE, policy=PREPARED, num_engines=1)
+    found = ClusterSimulation(setup, cost_router(setup), corpus(), documents()).run(prompts, dues)
+    alone = SimulatedRuntime(HARDWARE, PREPARED, documents=corpus())
+    assert alone.prepare(documents()) == len(CHUNKS)
+
+    assert found.seconds == pytest.approx(alone.ask(prompts, dues).seconds)
+
+
+@pytest.mark.parametrize("num_copies", [1, 2, 4])
+def test_prepared_chunk_is_found_by_its_first_question_where_it_was_prepared(num_copies: int) -> None:
+    """A question about one chunk, on idle engines: the holder computes the question only, without repair."""
+    setup = ClusterSetup(hardware=HARDWARE, policy=PREPARED, num_engines=4, num_prepared_copies=num_copies)
+    prompts, dues = [prompt(chunk) for chunk in range(len(CHUNKS))], [10.0 * at for at in range(len(CHUNKS))]
+
+    def run_under(router: Router) -> ClusterOutcome:
+        return ClusterSimulation(setup, router, corpus(), documents()).run(prompts, dues)
+
+    assert run_under(cost_router(setup)).reused == [16 + 48] * len(CHUNKS)
+    by_turns = run_under(RoundRobin()).reused
+    assert by_turns.count(16 + 48) == len(CHUNKS) if num_copies == 4 else by_turns.count(16 + 48) < len(CHUNKS)
+    assert all(one in (0, 16, 16 + 48) for one in by_turns)
+
+
+def test_router_does_not_expect_to_place_what_a_prompt_computed() -> None:
+    """With `prepared` the second prompt, whose chunks another prompt has computed in another order, may go anywhere."""
+    setup = ClusterSetup(hardware=HARDWARE, policy=PREPARED, num_engines=2)
+    found = run(setup, cost_router(setup), [prompt(0, 1), prompt(1, 0)], [0.0, 20.0])
+
+    assert found.reused == [0, 16], "the system prompt only"
+
+
+def test_copies_count_the_engines_that_hold_a_piece() -> None:
+    setup = ClusterSetup(hardware=HARDWARE, policy=EXACT, num_engines=2)
+    found = run(setup, RoundRobin(), [prompt(0, 1), prompt(0, 2)], [0.0, 20.0])
+
+    assert found.copies == pytest.approx(6 / 4), "two engines have the system prompt and chunk 0"
 
 
 def test_run_depends_on_its_arguments_alone() -> None:

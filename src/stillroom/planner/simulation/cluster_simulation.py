@@ -14,6 +14,7 @@ from typing import Literal, cast
 
 from stillroom.cluster.engine_belief import EngineBelief
 from stillroom.cluster.front_beliefs import FrontBeliefs
+from stillroom.cluster.placing import by_hash
 from stillroom.cluster.prediction import EngineCosts, predict
 from stillroom.cluster.routed_request import RoutedRequest, routed_request
 from stillroom.cluster.routers import MAX_AGE_SECONDS, Router
@@ -21,7 +22,7 @@ from stillroom.core.kv import Tier
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import Link
 from stillroom.planner.simulation.network_tier import NetworkTier
-from stillroom.planner.simulation.simulated_corpus import SimulatedCorpus
+from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
 from stillroom.planner.simulation.simulated_node import SimulatedNode, StepResult
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, Prompt
@@ -69,6 +70,9 @@ class ClusterSetup:
     """From the loss of an engine until fronts send its requests to others (a failed stream; docs/cluster.md)."""
     network: NetworkModel | None = None
     """Takes the place of the engines' disks."""
+    num_prepared_copies: int = 1
+    """Engines that prepare each document before the first request, with `reuse.mode = "prepared"`: the first ones in
+    the order of hash of the document's first chunk."""
     seed: int = 0
 
     @property
@@ -85,10 +89,11 @@ class ClusterSetup:
     def costs(self) -> EngineCosts:
         """Costs from which requests are predicted."""
         reuse = self.policy.reuse
+        shares = {"anywhere": reuse.recompute_ratio, "prepared": 0.0}
         return EngineCosts(
             profile=self.engine[0].costs,
             bytes_per_token=self.hardware.bytes_per_token,
-            recompute_share=reuse.recompute_ratio if reuse.mode == "anywhere" else None,
+            recompute_share=shares.get(reuse.mode),
             has_query_pass=reuse.token_selector in ("question", "question_mean"),
         )
 
@@ -110,6 +115,8 @@ class ClusterOutcome:
     num_rerouted: int = 0
     """Requests that were sent again because their engine was lost."""
     wall_seconds: float = 0.0
+    copies: float = 0.0
+    """Engines that hold a piece of a prompt, or a prepared one, at the end: mean over those that some engine holds."""
     num_loaded_bytes: int = 0
     """From the network tier."""
     num_stored_bytes: int = 0
@@ -135,10 +142,17 @@ class _Event:
 class ClusterSimulation:
     """One run of a cluster under one router."""
 
-    def __init__(self, setup: ClusterSetup, router: Router, corpus: SimulatedCorpus | None = None) -> None:
+    def __init__(
+        self,
+        setup: ClusterSetup,
+        router: Router,
+        corpus: SimulatedCorpus | None = None,
+        documents: Sequence[PreparingPrompt] = (),
+    ) -> None:
         """
         Args:
             corpus: the chunks of the prompts, which reuse at any position must know.
+            documents: prepared by the engines that are there at the start; time begins when the last one is done.
 
         Raises:
             UsageError: a change names an engine that cannot change so, engines report too rarely, or the hardware
@@ -155,7 +169,8 @@ class ClusterSimulation:
         self._corpus = corpus or SimulatedCorpus(())
         network = setup.network
         self._network = None if network is None else NetworkTier(network.port, network.bytes_per_second)
-        self._fronts = [FrontBeliefs() for _ in range(setup.num_fronts)]
+        places_computed = setup.policy.reuse.mode != "prepared"
+        self._fronts = [FrontBeliefs(places_computed=places_computed) for _ in range(setup.num_fronts)]
         self._nodes: list[SimulatedNode] = []
         self._events: list[_Event] = []
         self._num_events = self._num_open = 0
@@ -163,6 +178,7 @@ class ClusterSimulation:
         for _ in range(setup.num_engines):
             self._add(0.0)
         self._check_changes()
+        self._prepare(documents)
 
     def run(self, prompts: Sequence[Prompt], dues: Sequence[float]) -> ClusterOutcome:
         """Send every prompt at its arrival time, and wait until all are answered. A simulation runs once.
@@ -172,7 +188,8 @@ class ClusterSimulation:
         """
         assert not self._requests and len(prompts) == len(dues)
         self._outcome = _empty_outcome(prompts)
-        for number, (prompt, due) in enumerate(zip(prompts, dues, strict=True)):
+        for number, prompt in enumerate(prompts):
+            due = self._began + dues[number]
             pieces = self._nodes[0].runtime.pieces_of(prompt)
             front, own_number = number % len(self._fronts), number // len(self._fronts)
             routed = routed_request(own_number, pieces, sum(map(len, prompt)))
@@ -180,7 +197,7 @@ class ClusterSimulation:
             self._schedule(due, _ARRIVAL, partial(self._send, number))
         self._num_open = len(prompts)
         for change in self._setup.changes:
-            self._schedule(change.at_seconds, _CHANGE, partial(self._change, change))
+            self._schedule(self._began + change.at_seconds, _CHANGE, partial(self._change, change))
         while self._num_open:
             node = min(
                 (node for node in self._nodes if node.can_run),
@@ -192,10 +209,30 @@ class ClusterSimulation:
             else:
                 event = heapq.heappop(self._events)
                 event.run(event.at_seconds)
+        self._outcome.copies = self._copies()
         if self._network is not None:
             self._outcome.num_loaded_bytes = self._network.num_loaded_bytes
             self._outcome.num_stored_bytes = self._network.num_stored_bytes
         return self._outcome
+
+    def _copies(self) -> float:
+        kept = [node.runtime.kept_contents() for node in self._nodes if node.is_alive]
+        return sum(map(len, kept)) / max(1, len(set().union(*kept)))
+
+    def _prepare(self, documents: Sequence[PreparingPrompt]) -> None:
+        """Prepare each document on its engines."""
+        engines = self._fronts[0].at(0.0)
+        shares: dict[str, list[PreparingPrompt]] = {one.engine_id: [] for one in engines}
+        for document in documents:
+            tokens = tuple(segment.token_ids for segment in document.prompt.segments)
+            first_chunk = self._nodes[0].runtime.pieces_of(tokens)[1].content
+            for one in by_hash(first_chunk, engines)[: self._setup.num_prepared_copies]:
+                shares[one.engine_id].append(document)
+        for node in self._nodes:
+            node.prepare(shares[node.engine_id])
+        self._began = max(node.now for node in self._nodes)
+        for node in self._nodes:
+            node.runtime.sleep_until(self._began)
 
     def _schedule(self, at_seconds: float, order: int, run: Callable[[float], None]) -> None:
         self._num_events += 1
@@ -246,7 +283,7 @@ class ClusterSimulation:
             request = self._requests[number]
             self._fronts[request.front].on_end(node.engine_id, request.routed.number, now)
             outcome.response_seconds[number] = now - request.due
-            outcome.wall_seconds = now
+            outcome.wall_seconds = now - self._began
         self._num_open -= len(result.ended)
 
     # Engines

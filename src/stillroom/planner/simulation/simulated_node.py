@@ -1,9 +1,11 @@
 """An engine of a simulated cluster: the product's engine on its own virtual clock, with what it reports to fronts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stillroom.cluster.front_beliefs import EngineReport
 from stillroom.core.kv import Tier
+from stillroom.planner.simulation.simulated_corpus import PreparingPrompt
 from stillroom.planner.simulation.simulated_runtime import SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import Prompt
 
@@ -54,6 +56,11 @@ class SimulatedNode:
         self.runtime.submit(number, prompt)
         self._waiting[number] = work_seconds
         self._num_outstanding += 1
+
+    def prepare(self, documents: Sequence[PreparingPrompt]) -> None:
+        """Prepare documents before the first request; the next report has them."""
+        self.runtime.prepare(documents)
+        self._changes |= self.runtime.take_changes()
 
     def run(self) -> StepResult | None:
         """Run one step, or one piece of idle work; None if there was neither. Precondition: `can_run`."""

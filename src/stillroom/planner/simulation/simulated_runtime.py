@@ -15,7 +15,7 @@ from stillroom.backends.assembly import reuse_of, tree_options
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import RequestId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import NodeKey, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
@@ -225,9 +225,17 @@ class SimulatedRuntime(SteppedEngine):
 
     def take_changes(self) -> dict[bytes, Tier | None]:
         """Return the keys and contents whose kept KV changed since the last call, with the fastest tier that holds
-        them; None: no tier."""
+        them; None: no tier. With `prepared` a content is held where a copy in its document's context is."""
         names, reuse = sorted(self._manager.take_watched()), self._manager.reuse
-        return {} if reuse is None else {name: reuse.tree.tier_of(name) for name in names}
+        if reuse is None:
+            return {}
+        tier_of = _prepared_tier_of if self._policy.reuse.mode == "prepared" else KnowledgeTree.tier_of
+        return {name: tier_of(reuse.tree, name) for name in names}
+
+    def kept_contents(self) -> set[bytes]:
+        """Return the contents of all kept KV."""
+        reuse = self._manager.reuse
+        return set() if reuse is None else {node.content for node in reuse.tree if node.tier is not None}
 
     def pieces_of(self, prompt: Prompt) -> tuple[Piece, ...]:
         """Return the pieces by which the engine keeps a prompt's KV; none if it keeps no KV."""
@@ -342,6 +350,13 @@ class _TimedScheduler(Scheduler):
         updates = super().update(batch, result, began, ended)
         self.seconds[-1] += time.perf_counter() - started
         return updates
+
+
+def _prepared_tier_of(tree: KnowledgeTree, name: bytes) -> Tier | None:
+    """Return the fastest tier that holds a node of this key, or a prepared copy of this content."""
+    node = tree.get(NodeKey(name))
+    nodes = [one for one in tree.variants(name) if one.document_path] if node is None else [node]
+    return min((one.tier for one in nodes if one.tier is not None), default=None)
 
 
 def _reuse(hardware: HardwareModel, policy: EnginePolicy, pool: BlockPool, mover: ModelledMover) -> Reuse | None:
