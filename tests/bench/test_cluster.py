@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,14 @@ def test_prepared_chunks_are_reused_by_every_arm_where_all_engines_hold_them(dat
     def reused(copies: int) -> list[str]:
         arms = ("round robin", OURS)
         options = ClusterOptions(
-            data=data, engines=(2,), num_requests=12, repeat=1, modes=("prepared",), arms=arms, copies=copies
+            data=data,
+            traces=("tiny",),
+            engines=(2,),
+            num_requests=12,
+            repeat=1,
+            modes=("prepared",),
+            arms=arms,
+            copies=copies,
         )
         return [row["tokens reused"] for row in list(run_cluster(options).tables.values())[-1]]
 
@@ -115,10 +123,13 @@ def test_topics_have_chunks_of_one_topic_and_independent_chunks_do_not() -> None
         (ClusterOptions(), "--experiment traces needs --data"),
         (ClusterOptions(experiments=("nothing",)), "unknown experiments nothing"),
         (ClusterOptions(arms=("best",)), "unknown arms best"),
+        (ClusterOptions(traces=("big",)), "no trace big in --data; it has tiny"),
         (ClusterOptions(experiments=("generated",), modes=("off",)), "unknown mode 'off'"),
         (ClusterOptions(experiments=("generated",), modes=("prepared",)), "needs --experiment traces"),
     ],
 )
-def test_wrong_options_are_refused(options: ClusterOptions, message: str) -> None:
+def test_wrong_options_are_refused(options: ClusterOptions, message: str, data: Path) -> None:
+    if options.traces:
+        options = replace(options, data=data)
     with pytest.raises(UsageError, match=message):
         run_cluster(options)

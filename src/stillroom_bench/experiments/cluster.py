@@ -44,7 +44,7 @@ from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.statistics import Interval, summarise
-from stillroom_bench.loads.cluster_traffic import ClusterTraffic, made_traffic, recorded_traffic
+from stillroom_bench.loads.cluster_traffic import ClusterTraffic, made_traffic, recorded_traffic, trace_name
 
 GATE = 1.10
 """Times that routing by chunks must be faster than the best routing by prefix, set before the first measurement."""
@@ -194,14 +194,16 @@ def traces(options: ClusterOptions, say: Say) -> Tables:
 
 
 def _recorded_cases(options: ClusterOptions) -> Iterator[tuple[Case, dict[str, Any]]]:
-    files = sorted(options.data.glob("rag_*.json")) if options.data else []
+    files = {trace_name(file): file for file in options.data.glob("rag_*.json")} if options.data else {}
     if not files:
         raise UsageError("--experiment traces needs --data: a folder with rag_*.json, traces of retrieved passages")
+    if unknown := set(options.traces) - set(files):
+        raise UsageError(f"no trace {', '.join(sorted(unknown))} in --data; it has {', '.join(sorted(files))}")
     machine = load_machine(options.machine)
     hardware = hardware_of(machine, max_seqs=_MAX_SEQS, max_tokens=_ANSWER_TOKENS)
     host_bytes = int(machine["machine.host_bytes"])
     popularity = options.popularity or None
-    for traffic in (recorded_traffic(file, popularity) for file in files):
+    for traffic in (recorded_traffic(files[name], popularity) for name in options.traces or sorted(files)):
         rate = capacity(hardware, traffic, options.seed)
         for mode in options.modes:
             for num_engines in options.engines:

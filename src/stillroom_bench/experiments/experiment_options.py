@@ -356,6 +356,9 @@ class ClusterOptions:
         ("traces",), "traces, generated, age, changes or tier.", "--experiment", metavar="NAME"
     )
     data: Path | None = flag(None, "A folder with rag_*.json, traces of retrieved passages.", path="folder")
+    traces: tuple[str, ...] = flag(
+        (), "Traces, as musique for rag_musique.json; default: all.", "--trace", metavar="NAME"
+    )
     engines: tuple[int, ...] = flag((4, 16), "Engines of the cluster.", "--engines", metavar="N", min=1)
     modes: tuple[str, ...] = flag(
         ("anywhere",), "Reuse of KV: exact, anywhere or prepared (traces only).", "--mode", metavar="NAME"

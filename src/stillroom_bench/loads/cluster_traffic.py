@@ -77,6 +77,10 @@ class ClusterTraffic:
         ]
 
 
+def trace_name(path: Path) -> str:
+    return path.stem.removeprefix("rag_")
+
+
 def recorded_traffic(path: Path, popularity: float | None = None) -> ClusterTraffic:
     """Read a trace of `retrieved_traces`; raises as `read_retrieved`."""
     requests = read_retrieved(path)
@@ -86,7 +90,7 @@ def recorded_traffic(path: Path, popularity: float | None = None) -> ClusterTraf
         for request in requests
     )
     chunks = tuple(_tokens(text, count_tokens(text)) for text in numbers)
-    name = path.stem.removeprefix("rag_") + ("" if popularity is None else ", repeated")
+    name = trace_name(path) + ("" if popularity is None else ", repeated")
     return ClusterTraffic(name, chunks, retrieved, tuple(one.question_tokens for one in requests), popularity)
 
 
