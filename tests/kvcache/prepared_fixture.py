@@ -19,7 +19,7 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import PrefixKeys
@@ -60,6 +60,7 @@ class PreparedFixture:
 
     anywhere: AnywhereOptions | None = PREPARED
     num_blocks: int = 256
+    profile: CostProfile = field(default_factory=lambda: linear_profile(0.0, 1.0, 0.0))
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,8 +70,7 @@ class PreparedFixture:
     def open(self) -> None:
         self.pool = BlockPool(self.num_blocks, SIZE)
         options = TreeOptions(replicates_system=False, **self.options)
-        profile = linear_profile(0.0, 1.0, 0.0)
-        self.tree = KnowledgeTree(self.pool, self.memory, profile, options, VirtualClock().monotonic)
+        self.tree = KnowledgeTree(self.pool, self.memory, self.profile, options, VirtualClock().monotonic)
         keys = PrefixKeys(b"m", tail_tokens=SIZE)
         self.manager = KVCacheManager(self.pool, Reuse(self.tree, keys, anywhere=self.anywhere))
 

@@ -11,7 +11,7 @@ from stillroom.core.kv import NodeKey, Tier
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Reusability, best_variant, context_overlap, reusability
 from stillroom.kvcache.chunk_reuse.recompute import PlacedChunk, SelectiveRecompute
 from stillroom.kvcache.tree.chunk_scores import ContextMass
-from stillroom.kvcache.tree.cost_model import linear_profile
+from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.node import Node, WindowedCount
 from tests.kvcache.prepared_fixture import PreparedFixture
 
@@ -168,6 +168,25 @@ def test_the_copy_with_the_lowest_overhead_wins() -> None:
     alone.mass = ContextMass(4, (), (), np.zeros(0, np.float32), 1.0)
     assert reusability(alone, [b"c"]) == Reusability(0.0, 0.5)
     assert best_variant([other, like, alone], [b"c"], 8) is alone, "its KV is independent of other chunks"
+
+
+@pytest.mark.parametrize(("num_kept", "num_placed"), [(1, 0), (2, 2)])
+def test_chunks_save_together_what_reading_the_weights_hides_of_each(num_kept: int, num_placed: int) -> None:
+    """A step takes one second a token and at least 4 s, as on a GPU, where a chunk of 4 tokens alone saves 1 s.
+
+    Behind the system message 10 or 14 tokens are computed; placing one chunk saves 3 s, two save 6, and the query pass
+    takes 4.
+    """
+    counts = tuple(range(1, 33))
+    seconds = tuple(max(4.0, float(count)) for count in counts)
+    profile = CostProfile((0, 32), counts, (seconds, seconds), {})
+    fixture = PreparedFixture(anywhere=AnywhereOptions(0.25, "question"), profile=profile)
+    kept = [1, 2][:num_kept]
+    fixture.ask([7, *kept])
+    asked = fixture.lease([8, *kept])
+    fixture.admit(asked)
+    assert len(asked.placements) == num_placed
+    fixture.manager.release(asked)
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,13 @@ def predict(request: RoutedRequest, held: Mapping[bytes, Tier], costs: EngineCos
         if seconds < (1.0 - share) * per_token * piece.num_tokens:
             num_placed += piece.num_tokens
             placed_loads += seconds
-    if num_placed and 0.0 < share < 1.0 and costs.has_query_pass:
-        query_pass = costs.profile.prefill_seconds(cached + num_placed, request.num_tail_tokens)
-        if (1.0 - share) * per_token * num_placed - placed_loads <= query_pass:
-            return _prediction(request, cached, loads, costs)
-        placed_loads += query_pass
-    return _prediction(request, cached + int((1.0 - share) * num_placed), loads + placed_loads, costs)
+    found = _prediction(request, cached + int((1.0 - share) * num_placed), loads + placed_loads, costs)
+    if not num_placed or not 0.0 < share < 1.0 or not costs.has_query_pass:
+        return found
+    query_pass = costs.profile.prefill_seconds(cached + num_placed, request.num_tail_tokens)
+    without = _prediction(request, cached, loads, costs)
+    pays = without.seconds - found.seconds > query_pass
+    return Prediction(found.seconds + query_pass, found.num_reused_tokens) if pays else without
 
 
 def prefix_tokens(request: RoutedRequest, held: Mapping[bytes, Tier]) -> int:

@@ -49,7 +49,7 @@ def plan_for(
     found = plan_placements(tree, lease.pieces, copy_of, num_exact, options, always_loads=always_loads)
     exact_tokens = sum(piece.num_tokens for piece in lease.pieces[:num_exact])
     num_last = num_tokens - lease.prompt.num_tokens + len(lease.prompt.segments[-1].token_ids)
-    is_worth_it = always_loads or pays_for_query_pass(tree, found, exact_tokens, num_last, options)
+    is_worth_it = always_loads or pays_for_query_pass(tree, found, exact_tokens, num_tokens, num_last, options)
     return found if is_worth_it else []
 
 

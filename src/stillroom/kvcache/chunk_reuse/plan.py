@@ -159,19 +159,31 @@ def is_worth_loading(tree: KnowledgeTree, placement: Placement, options: Anywher
 
 
 def pays_for_query_pass(
-    tree: KnowledgeTree, placements: Sequence[Placement], num_exact: int, num_last: int, options: AnywhereOptions
+    tree: KnowledgeTree,
+    placements: Sequence[Placement],
+    num_exact: int,
+    num_tokens: int,
+    num_last: int,
+    options: AnywhereOptions,
 ) -> bool:
     """Whether placements save more than the query pass costs that they make necessary; true where there is none.
 
+    They save time together: what a GPU needs for one short chunk is hidden by reading the weights, which a step does
+    once, so the sum of what each would save alone is too little.
+
     Args:
         num_exact: tokens of the exact prefix.
+        num_tokens: of prompt and answer so far.
         num_last: tokens behind the last chunk: the question, and the answer so far.
     """
     if not options.looks_from_question or not any(0 < options.share(one.reusability) < 1 for one in placements):
         return True
-    saved = sum(saved_seconds(one, options) - load_seconds(tree, one) for one in placements)
-    num_before = num_exact + sum(one.node.num_tokens for one in placements)
-    return saved > tree.profile.prefill_seconds(num_before, num_last)
+    seconds, num_left = tree.profile.prefill_seconds, num_tokens - num_exact
+    num_placed = sum(one.node.num_tokens for one in placements)
+    num_reused = int(sum((1.0 - options.share(one.reusability)) * one.node.num_tokens for one in placements))
+    saved = seconds(num_exact, num_left) - seconds(num_exact + num_reused, num_left - num_reused)
+    loads = sum(load_seconds(tree, one) for one in placements)
+    return saved - loads > seconds(num_exact + num_placed, num_last)
 
 
 def load_seconds(tree: KnowledgeTree, placement: Placement) -> float:
