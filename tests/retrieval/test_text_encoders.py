@@ -118,6 +118,17 @@ def test_prompts_of_a_model_are_used(folder: Path) -> None:
     found = embedder.embed_queries(["Rotate the keys."]), embedder.embed_documents(["Rotate the keys."])
     expected = plain.embed_queries(["query: Rotate the keys."]), plain.embed_documents(["passage: Rotate the keys."])
     np.testing.assert_allclose(found, expected, atol=1e-5)
+    sizes: list[int] = []
+    embedder.embed_documents(["key " * num for num in range(26, 33)], sizes.append)
+    assert sorted(sizes) == [3, 4], "with the prompt and two special tokens, 28 words fill a block of 32"
+
+
+def test_a_folder_without_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers makes a tokenizer without words, to which all texts are the same."""
+    files = shutil.ignore_patterns("tokenizer*", "vocab*", "special_tokens*")
+    bare = shutil.copytree(folder, tmp_path / "bare", ignore=files)
+    with pytest.raises(ModelNotFoundError, match=r"has no tokenizer \(tokenizer\.json, vocab\.txt"):
+        Embedder(EmbedderConfig(model=str(bare))).check()
 
 
 @pytest.mark.parametrize("length", [75, 200])

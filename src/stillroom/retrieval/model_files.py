@@ -50,6 +50,11 @@ class ModelFiles:
         path = self.folder / "tokenizer.json"
         if path.is_file():
             return _tokenizer_of(path, _version(path))
+        if not any((self.folder / name).is_file() for name in _VOCABULARIES):  # transformers would make an empty one
+            raise ModelNotFoundError(
+                f"{self.folder} has no tokenizer ({path.name}, {', '.join(_VOCABULARIES)}); "
+                "give the folder of a complete sentence-transformers model"
+            )
         from transformers import AutoTokenizer
 
         try:
@@ -167,6 +172,8 @@ class ModelFiles:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+_VOCABULARIES = ("vocab.txt", "vocab.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "spm.model")
+"""Files of which a tokenizer can be made, besides `tokenizer.json`."""
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 _BERT_SIZES = frozenset(
     {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
