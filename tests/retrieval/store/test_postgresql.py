@@ -252,6 +252,32 @@ def test_copy_is_made_again_after_a_backup_was_restored(database: str, tmp_path:
     again.close()
 
 
+def test_interrupted_copying_leaves_the_copy_as_it_was(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (open_postgres(tmp_path / name, database, "kb") for name in "ab")
+    a.commit([stored("/a.md", ("one",), "T", "legal", 1)])
+    b.refresh()
+    before = _rows(b)
+    a.commit([stored("/b.md", ("two",), "T", "legal", 1)], [DocumentId("/a.md")])
+    with monkeypatch.context() as patch:
+        patch.setattr(statements, "COPIED_SOURCES", statements.COPIED_SOURCES.replace("metadata", "no_such_column"))
+        with pytest.raises(psycopg_error()):
+            b.refresh()
+    assert _rows(b) == before
+    b.refresh()
+    assert _rows(b) == _rows(a)
+    a.close()
+    b.close()
+
+
+def psycopg_error() -> type[Exception]:
+    import psycopg
+
+    error: type[Exception] = psycopg.Error
+    return error
+
+
 # Several writers
 
 

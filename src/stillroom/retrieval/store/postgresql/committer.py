@@ -75,16 +75,6 @@ class Committer:
         row = (to_text(source.path), size, mtime_ns, content_hash, metadata)
         self._run(sql.PUT_SOURCE, self._kb, key, *row, self.revision)
 
-    def store_upload(self, name: str, path: Path) -> None:
-        """Store the bytes of an uploaded file. Raises OSError."""
-        key = key_of(name)
-        self._run(sql.DELETE_UPLOADS, self._kb, [key])
-        with path.open("rb") as file:
-            part = 0
-            while content := file.read(_PART_BYTES):
-                self._run(sql.PUT_UPLOAD, self._kb, key, part, content)
-                part += 1
-
     def finish(self) -> CommitReport:
         generation = self._generation if self._num_changes else None
         self._run(sql.INSERT_COMMIT, self._kb, self.revision, generation, uuid.uuid4().hex)
@@ -162,6 +152,21 @@ class Committer:
     def _all(self, statement: str, *parameters: object) -> list[_Row]:
         found: list[_Row] = self._connection.execute(statement, parameters).fetchall()
         return found
+
+
+def store_upload(connection: Connection, kb: int, name: str, path: Path) -> None:
+    """Store the bytes of an uploaded file. Called before the knowledge base is locked: a large file takes long.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    key = key_of(name)
+    connection.execute(sql.DELETE_UPLOADS, (kb, [key]))
+    with path.open("rb") as file:
+        part = 0
+        while content := file.read(_PART_BYTES):
+            connection.execute(sql.PUT_UPLOAD, (kb, key, part, content))
+            part += 1
 
 
 class _Changes:

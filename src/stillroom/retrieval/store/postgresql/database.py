@@ -36,7 +36,8 @@ _SESSION = f"""SET lock_timeout = '{_MAX_WAIT_S}s'; SET statement_timeout = '{_M
     SET idle_in_transaction_session_timeout = '{_MAX_STATEMENT_S}s'; SET client_encoding = 'UTF8'"""
 
 _REST = "nothing was changed. Start the server or correct --kb, then run the same command again"
-_NO_SUCH_DATABASE, _FULL = "3D000", "53"
+_NO_SUCH_DATABASE, _FULL, _LOCK_TIMEOUT = "3D000", "53", "55P03"
+_CONFLICTS = ("40P01", "40001")
 _WRONG_USER = ("28000", "28P01")
 _MAY_NOT_WRITE = ("42501", "25006")
 """SQL states, or their beginnings (PostgreSQL manual, appendix A)."""
@@ -106,10 +107,16 @@ class Database:
             StorageError: The server's disk is full.
             IncompatibleKnowledgeBaseError: A later version of Stillroom made the tables.
         """
+        with self.connection() as connection, connection.transaction():
+            yield connection
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Yield the connection of this object outside of a transaction. Raises as `transaction`."""
         with self._lock:
             connection = self._connected()
             try:
-                with self.translating_errors(), connection.transaction():
+                with self.translating_errors():
                     yield connection
             finally:
                 if connection.closed or connection.broken:
@@ -145,7 +152,9 @@ class Database:
 
     def _translated(self, error: Any) -> Exception:
         state = error.sqlstate or ""
-        if state == "55P03":  # lock_timeout
+        if state in _CONFLICTS:
+            return KnowledgeBaseBusyError(f"another process changes the same files in {self.address}; try again")
+        if state == _LOCK_TIMEOUT:
             return KnowledgeBaseBusyError(
                 f"another process has been committing to {self.address} for more than {_MAX_WAIT_S} s; try again later"
             )

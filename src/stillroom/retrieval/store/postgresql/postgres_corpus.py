@@ -11,7 +11,7 @@ import os
 import sqlite3
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from stillroom.core.ids import DocumentId
@@ -20,7 +20,7 @@ from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBas
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
-from stillroom.retrieval.store.postgresql.committer import Committer
+from stillroom.retrieval.store.postgresql.committer import Committer, store_upload
 from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow
 from stillroom.retrieval.store.postgresql.follower import LOOK_EVERY_S, Follower
 from stillroom.retrieval.store.postgresql.local_copy import ReplacedError, catch_up, original_folder
@@ -96,12 +96,13 @@ class PostgresCorpus(SqliteCorpus):
         documents, removed = list(documents), list(removed)
         sources = [self._own(update) for update in sources]
         with self._database.transaction() as connection:
+            for name, path in self._uploads(sources):
+                store_upload(connection, self._row.kb, name, path)
             committer = Committer(connection, self._row.kb, self.corpus_id)
             committer.put(documents)
             committer.remove(removed)
             for update in sources:
                 committer.update_source(update)
-                self._store_upload(committer, update)
             report = committer.finish()
         self._show(committer.revision)
         return report
@@ -126,7 +127,7 @@ class PostgresCorpus(SqliteCorpus):
 
     def refresh(self) -> None:
         """Bring the copy up to date. Raises as `Database.transaction` and `catch_up`."""
-        with contextlib.closing(self._database.connect()) as connection, self._database.translating_errors():
+        with self._database.connection() as connection:
             self.catch_up(connection)
 
     def _show(self, revision: int) -> None:
@@ -147,11 +148,13 @@ class PostgresCorpus(SqliteCorpus):
             return update
         return SourceUpdate(update.path, sql_rows.marked(source, self._machine_id()))
 
-    def _store_upload(self, committer: Committer, update: SourceUpdate) -> None:
-        path, source = Path(self.names.path_of(update.path)), update.source
-        is_finished = source is not None and source.size != sql_rows.PENDING
-        if is_finished and is_upload(update.path) and path.is_file():
-            committer.store_upload(update.path, path)
+    def _uploads(self, sources: Sequence[SourceUpdate]) -> Iterator[tuple[str, Path]]:
+        """Yield name and path of each uploaded file whose record is finished and whose bytes are here."""
+        for update in sources:
+            path, source = Path(self.names.path_of(update.path)), update.source
+            is_finished = source is not None and source.size != sql_rows.PENDING
+            if is_finished and is_upload(update.path) and path.is_file():
+                yield update.path, path
 
     def _bring(self, name: str, path: Path) -> None:
         partial = path.with_name(f".{uuid.uuid4().hex}.tmp")
