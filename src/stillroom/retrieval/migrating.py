@@ -109,7 +109,7 @@ def _check_documents(source: Corpus, target: Corpus) -> None:
     others = sorted(info.document_id for info in target.documents() if info.document_id not in known)
     if others:
         raise UsageError(
-            f"the target holds {len(others)} documents that the source lacks, such as {others[0]}; remove them, or "
+            f"the target holds documents that the source lacks ({len(others)}), such as {others[0]}; remove them, or "
             "name a target that does not exist yet"
         )
 

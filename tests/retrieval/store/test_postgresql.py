@@ -157,9 +157,11 @@ def test_searches_go_on_without_the_server_and_changes_are_refused(
     switch(on=False)
     assert a.search("vault").results
     (docs / "bread.md").write_text("# Bread\n\nBake the bread.\n")
-    for change in (lambda: a.add([docs]), lambda: a.remove([str(docs)])):
+    upload = [("up.md", io.BytesIO(b"# Up\n\nUploaded text.\n"))]
+    for change in (lambda: a.add([docs]), lambda: a.remove([str(docs)]), lambda: Uploads(a).add(upload)):
         with pytest.raises(DatabaseUnavailableError, match="nothing was changed"):
             change()
+    assert not list((a.path / "uploads").rglob("*.md"))
     a.close()
     again = open_on("a")
     assert "cannot be reached" in caplog.text and "was last changed at" in caplog.text
