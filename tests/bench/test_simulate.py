@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from stillroom.config.settings import ReuseConfig
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.errors import UsageError
-from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.simulated_runtime import HardwareModel, SimulatedRuntime
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom_bench.experiments import simulate

@@ -23,9 +23,9 @@ from stillroom.cluster.routers import (
     RoundRobin,
     Router,
 )
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.errors import EngineUnavailableError
-from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 
 PROFILE = linear_profile(1.0, 0.01, 0.0, {Tier.HOST: Link(0.0, 200.0), Tier.DISK: Link(0.0, 50.0)})
 EXACT = EngineCosts(profile=PROFILE, bytes_per_token=1)

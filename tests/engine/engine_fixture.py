@@ -77,6 +77,9 @@ class EngineFixture:
             prepare=PrepareConfig(bits=bits),
             document_prompt=document_prompt,
         )
+        self.step_seconds = 0.25
+        self.waits_for_tier = True
+        """Whether a step begins when the threads of a shared tier are idle."""
         self.num_computed = 0
         self._execute = self.engine.runner.execute
         self.engine.runner.execute = self._counting  # type: ignore[method-assign]
@@ -99,7 +102,9 @@ class EngineFixture:
         self.engine.submit(*group)
 
     def step(self) -> None:
-        self.clock.advance(0.25)
+        self.clock.advance(self.step_seconds)
+        if self.waits_for_tier and self.cache.tiers is not None and self.cache.tiers.shared is not None:
+            assert self.cache.tiers.shared.settle()
         for event in self.engine.step():
             if event.token_id is not None:
                 self.tokens[event.request_id].append(event.token_id)

@@ -16,7 +16,7 @@ import pytest
 
 from stillroom.config.settings import TokenSelector
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import OWN_TIERS, Tier
 from stillroom.core.request import Request, SamplingParams
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
@@ -425,7 +425,7 @@ def test_layer_preloading_changes_no_result(decoder: Decoder, tmp_path: Path) ->
         at_once, ahead = fixtures
         assert at_once.tokens == ahead.tokens and at_once.reuse == ahead.reuse
         alive -= set(ahead.last)
-    assert all(ahead.tree.stats.placed[tier] for tier in Tier) and ahead.tree.stats.loads, ahead.tree.stats
+    assert all(ahead.tree.stats.placed[tier] for tier in OWN_TIERS) and ahead.tree.stats.loads, ahead.tree.stats
     assert ahead.cache.tiers is not None and ahead.cache.tiers._prefetcher is not None
     assert ahead.cache.tiers.stats.prefetch.used_bytes > 0 and ahead.cache.tiers._prefetcher.num_bytes == 0
     for fixture in fixtures:

@@ -42,6 +42,9 @@ class FakeCorpus:
         self.num_asked += 1
         return self.documents & set(chunk_ids)
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        return ()
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Each document is one chunk."""
         return dict.fromkeys(chunk_ids, ())

@@ -39,6 +39,9 @@ class Documents:
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         return {ChunkId(chunk) for document in self.documents for chunk in document} & set(chunk_ids)
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        return ()
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         return {
             ChunkId(chunk): tuple(map(ChunkId, document[:place]))

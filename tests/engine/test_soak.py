@@ -19,7 +19,7 @@ from stillroom.config.settings import ReuseConfig, RuntimeConfig
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import OWN_TIERS, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.async_engine import AsyncEngine
@@ -157,7 +157,7 @@ class SoakFixture:
         assert tree is not None
         self.ask_engine(lambda _: tree.clear())
         assert self.watched.scheduler.kv.pool.num_free == NUM_BLOCKS
-        assert [tree.num_bytes(tier) for tier in Tier] == [0, 0, 0]
+        assert [tree.num_bytes(tier) for tier in OWN_TIERS] == [0, 0, 0]
         self._check_bytes()
 
     def _check_bytes(self) -> None:
@@ -336,5 +336,5 @@ def test_soak_of_ten_thousand_requests_leaks_nothing(fixture: SoakFixture) -> No
     assert 0 < fixture.watched.most_overtaken <= WINDOW
     assert fixture.cache.tree is not None
     stats = fixture.cache.tree.stats
-    assert all(stats.hits[tier] and stats.evictions[tier] for tier in Tier), "every tier was in use"
+    assert all(stats.hits[tier] and stats.evictions[tier] for tier in OWN_TIERS), "every tier was in use"
     fixture.check_empty()

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeKey, Tier
+from stillroom.core.kv import Link, NodeKey, Tier
 from stillroom.kvcache.lease_admission import plan_reuse
-from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.node import Node, WindowedCount
 
 PROFILE = CostProfile((0, 100), (10, 20, 40), ((1.0, 2.0, 4.0), (3.0, 6.0, 12.0)))

@@ -3,13 +3,13 @@
 import pytest
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeRecord, Tier
+from stillroom.core.kv import Link, NodeRecord, Tier
 from stillroom.core.reuse import Reason
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.chunk_reuse.plan import reusability as context_of
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvcache.tree.eviction import POLICIES, NodeUse, gdsf, lfu, lru, pgdsf, prefix_heat, reusability, tamm
 from stillroom.kvcache.tree.provenance import Context
 from tests.kvcache.prefix_memory import prefix_hash

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.core.kv import Tier
+from stillroom.core.kv import OWN_TIERS, Tier
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from tests.examples import most_examples
 from tests.kvcache.prepared_fixture import ANYWHERE, LENGTH_OF_QUESTION, PREPARED, SIZE, PreparedFixture, prefixes
@@ -147,14 +147,14 @@ def test_the_first_use_frees_the_budget_in_every_tier() -> None:
     fixture.prepare((1, 2))
     fixture.tree.flush()
     assert fixture.tree.make_room(fixture.num_blocks)
-    unused = [fixture.tree.num_unused_bytes(tier) for tier in Tier]
+    unused = [fixture.tree.num_unused_bytes(tier) for tier in OWN_TIERS]
     assert unused == [0, 2 * SIZE, 2 * SIZE] and fixture.tree.unused_room() == 2 * SIZE
     fixture.ask((2,), (1, 2))
-    unused = [fixture.tree.num_unused_bytes(tier) for tier in Tier]
+    unused = [fixture.tree.num_unused_bytes(tier) for tier in OWN_TIERS]
     assert unused == [0, SIZE, SIZE], "system message and 2 are used, 1 is not"
     assert fixture.tree.unused_room() == 3 * SIZE
     fixture.ask((2, 1), (1, 2))
-    assert [fixture.tree.num_unused_bytes(tier) for tier in Tier] == [0, 0, 0]
+    assert [fixture.tree.num_unused_bytes(tier) for tier in OWN_TIERS] == [0, 0, 0]
     assert fixture.tree.num_bytes(Tier.HOST) == fixture.tree.num_bytes(Tier.DISK) == 3 * SIZE
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stillroom.core.batch import BlockCopy
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import NodeCopy, Tier
+from stillroom.core.kv import OWN_TIERS, NodeCopy, Tier
 from stillroom.errors import DeviceLostError
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
@@ -123,7 +123,7 @@ def new_tiers(device: DeviceStore, root: Path | None = None) -> TieredStore:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", OWN_TIERS)
 def test_every_layer_is_complete_when_it_is_read(tmp_path: Path, tier: Tier, dtype: torch.dtype) -> None:
     slow, fast = new_tiers(new_device(dtype), tmp_path / "slow"), new_tiers(preloading(dtype), tmp_path / "fast")
     for tiers in (slow, fast):

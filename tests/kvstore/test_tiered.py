@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import KVMover, NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import OWN_TIERS, KVMover, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.device import DeviceStore, KVShape
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.files import path_of, read_header
@@ -326,6 +326,7 @@ def test_bytes_and_seconds_are_counted_by_direction(tmp_path: Path, monkeypatch:
         (Tier.HOST, Tier.DISK): TransferFlow(1, 0, 3 * size, 0.0),
         (Tier.DEVICE, Tier.DISK): TransferFlow(1, 0, size, 2.0),
         (Tier.DISK, Tier.DEVICE): TransferFlow(1, 1, size, 0.5),
+        (Tier.NETWORK, Tier.DEVICE): TransferFlow(),
         (Tier.DEVICE, Tier.DEVICE): TransferFlow(),
     }
     assert set(before.flows.values()) == {TransferFlow()}, "a snapshot does not change"
@@ -346,7 +347,7 @@ def turned(kv: torch.Tensor, inv_freq: torch.Tensor, old: int, new: int) -> torc
     return slow
 
 
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", OWN_TIERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_node_is_placed_from_any_tier_without_changing_its_copy(
     tmp_path: Path, tier: Tier, dtype: torch.dtype

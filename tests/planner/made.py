@@ -8,9 +8,9 @@ import numpy as np
 from stillroom.config.settings import QueryCacheConfig, ReuseConfig
 from stillroom.core.document import Chunk, DocumentInfo, ScoredChunk, SearchResult
 from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
-from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.documents import PlannedDocument, PlannedDocuments
 from stillroom.planner.inputs import DivisibleIndex, ObservedQuestion, PlanInputs
 from stillroom.planner.simulation.simulated_runtime import HardwareModel

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stillroom.core.batch import Batch, MassRequest, SampleSpec, ScheduledSequence
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import ChunkId, RequestId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
@@ -22,7 +22,7 @@ from stillroom.kvcache.chunk_reuse.attention_sampling import mass_sample_every
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.kvcache.tree.cost_model import CostProfile, Link, linear_profile
+from stillroom.kvcache.tree.cost_model import CostProfile, linear_profile
 from stillroom.kvcache.tree.eviction import lru
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys

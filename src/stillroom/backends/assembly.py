@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from stillroom.backends.tier_opening import open_tier
 from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
 from stillroom.core.kv import FULL_BITS, Tier
@@ -28,6 +29,7 @@ from stillroom.kvstore.disk import DiskStore, shrink_other_models
 from stillroom.kvstore.files import size_on_disk
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
+from stillroom.kvstore.shared.shared_tier import TierState
 from stillroom.kvstore.tiered_store import TieredStore
 from stillroom.models.causal_model import CausalModel
 from stillroom.models.numerics import kv_fingerprint
@@ -41,7 +43,8 @@ logger = logging.getLogger(__name__)
 _DEFECTS = (
     (Tier.DEVICE, Defect.NON_FINITE),
     (Tier.HOST, Defect.CHECKSUM),
-    *((Tier.DISK, defect) for defect in Defect if defect is not Defect.NON_FINITE),
+    *((Tier.DISK, defect) for defect in Defect if defect not in (Defect.NON_FINITE, Defect.SIGNATURE)),
+    *((Tier.NETWORK, defect) for defect in Defect if defect not in (Defect.NON_FINITE, Defect.UNREADABLE)),
 )
 """Possible defects of a copy, by tier."""
 
@@ -102,6 +105,7 @@ class KVCache:
             catalogue.KV_WRITE_FAILURES: moves.num_write_failures,
             catalogue.KV_PREFETCHED_BYTES: {"used": moves.prefetch.used_bytes, "wasted": moves.prefetch.wasted_bytes},
             **({} if self.audit is None else _audit_readings(self.audit.stats)),
+            **({} if tiers.shared is None else _tier_readings(tiers.shared.state)),
         }
 
     def close(self, *, keeps_device: bool = True) -> None:
@@ -191,7 +195,8 @@ def build_cache(  # noqa: PLR0913  the parts, once
     if config.preload == "layers":
         device.preload_layers()
     host = HostStore(device.k_LSGD.device)
-    tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes)
+    shared = open_tier(config, fingerprint, clock, is_pinned=host.is_pinned)
+    tiers = TieredStore(device, host, disk, clock, inv_freq_LP, config.prefetch_bytes, shared)
     if config.allows_any_position:
         device.compile_placing()
     if config.mode == "prepared" and (prepare or PrepareConfig()).bits != FULL_BITS and device.is_on_host:
@@ -204,7 +209,7 @@ def build_cache(  # noqa: PLR0913  the parts, once
         prepare=prepare,
         narrow_size=device.shape.num_bytes,
     )
-    tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic)
+    tree = KnowledgeTree(pool, tiers, profile, options, clock.monotonic, None if shared is None else tiers)
     if disk is not None:
         for key in tree.restore(record for record, _ in disk.records()):
             disk.remove(key)
@@ -255,6 +260,30 @@ def anywhere_options(config: ReuseConfig) -> AnywhereOptions:
 
 def _labelled(counts: Counter[Tier]) -> dict[str, int]:
     return {tier.label: counts[tier] for tier in Tier}
+
+
+def _tier_readings(state: TierState) -> Readings:
+    stats, link, fetched = state.stats, state.link, state.fetched
+    return {
+        catalogue.TIER_USABLE: float(state.is_usable),
+        catalogue.TIER_OPENED: state.num_opened,
+        catalogue.TIER_FAILURES: stats.num_failures,
+        catalogue.TIER_RECORDS: {
+            "found": stats.num_found,
+            "read": stats.num_read,
+            "missing": stats.num_missing,
+            "written": stats.num_written,
+            "present": stats.num_present,
+            "dropped": stats.num_dropped,
+            "refused": stats.num_refused,
+            "forgotten": stats.num_forgotten,
+        },
+        catalogue.TIER_BYTES: {"read": stats.read_bytes, "written": stats.written_bytes},
+        catalogue.TIER_FETCHED_BYTES: {"used": fetched.used_bytes, "wasted": fetched.wasted_bytes},
+        catalogue.TIER_WAITING: {"write": state.num_queued, "forget": state.num_to_forget},
+        catalogue.TIER_LATENCY: 0.0 if link is None else link.latency_seconds,
+        catalogue.TIER_SPEED: 0.0 if link is None else link.bytes_per_second,
+    }
 
 
 def _audit_readings(audit: AuditStats) -> Readings:

@@ -23,10 +23,10 @@ import torch
 from stillroom.core.batch import Batch, SampleSpec, ScheduledSequence
 from stillroom.core.clock import Clock
 from stillroom.core.ids import BlockId, RequestId
-from stillroom.core.kv import NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import Link, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.request import SamplingParams
 from stillroom.errors import ModelError, UsageError
-from stillroom.kvcache.tree.cost_model import CostProfile, Link
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
 from stillroom.kvstore.host import HostStore

@@ -23,6 +23,7 @@ from stillroom.cli.options import (
     HopsOption,
     JsonOption,
     KbOption,
+    KvTierOption,
     MaxTokensOption,
     MinPOption,
     MinTokensOption,
@@ -98,6 +99,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     where: WhereOption = None,
     hops: HopsOption = None,
     reuse: ReuseOption = None,
+    kv_tier: KvTierOption = None,
     ann_recall: AnnRecallOption = None,
     search_budget: SearchBudgetOption = None,
     max_tokens: MaxTokensOption = None,
@@ -141,6 +143,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     flags: dict[str, object] = {
         "runtime.model": model,
         "reuse.mode": reuse,
+        "reuse.kv_tier": kv_tier,
         "search.top_k": top_k,
         "search.mode": mode,
         "search.hops": hops,

@@ -89,6 +89,15 @@ ReuseOption = Annotated[
         "prepared in advance (prepared), which may change answers, or never (off); default: the setting (exact).",
     ),
 ]
+KvTierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-tier",
+        metavar="URL",
+        help="Share kept KV with other processes: valkey://host:6379, rediss://user:password@host/0 or "
+        "file:///shared/folder; see docs/kv-tier.md.",
+    ),
+]
 ModeOption = Annotated[
     SearchMode | None,
     typer.Option("--mode", metavar="hybrid|dense|sparse", help="Search mode; default: the setting (hybrid)."),

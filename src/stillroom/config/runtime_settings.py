@@ -3,11 +3,12 @@
 Users import them from `config.settings`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from stillroom.config.quantities import AboveZero, AtLeastZero, OneOf, Range, Share, check_ranges
 from stillroom.config.retrieval_settings import Dtype
+from stillroom.config.tier_address import parse_tier_address
 
 BUNDLED_MODEL = "bundled"
 """Model name of the default bundled model, which is the reader."""
@@ -122,6 +123,18 @@ class ReuseConfig:
     of 4 KiB and the empty part of the last block. KV of other models takes at most half of it. 0: none."""
     prefetch_bytes: AtLeastZero = 256 * 1024**2
     """Host memory for KV prefetched from disk for waiting questions. 0: none."""
+    kv_tier: str = ""
+    """Place of KV that several processes share: `valkey://host:6379`, `rediss://user:password@host/0` (with TLS), or
+    `file:///shared/folder` (docs/kv-tier.md). Empty: none."""
+    kv_tier_key: str = field(default="", repr=False)
+    """Secret that signs the records of a tier that others can write to. Read from the environment only, never from
+    files or flags. Empty: records have checksums only."""
+    kv_tier_bytes: AtLeastZero = 16 * 1024**3
+    """Size of a shared folder; the oldest records are removed. A server has a limit of its own."""
+    kv_tier_ttl_s: AboveZero = 604800.0
+    """Seconds until a record in the tier is dropped."""
+    kv_tier_timeout_s: AboveZero = 1.0
+    """Seconds that the tier may take to connect, and to send the next bytes."""
     preload: Preload = "off"
     """`layers`: on a CPU, another thread copies kept KV layer by layer while earlier layers compute. `off`: all of it
     is copied first (docs/chunk-reuse.md)."""
@@ -154,6 +167,8 @@ class ReuseConfig:
 
     def __post_init__(self) -> None:
         check_ranges("reuse", self)
+        if self.kv_tier:
+            parse_tier_address("reuse.kv_tier", self.kv_tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

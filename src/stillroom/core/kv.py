@@ -5,7 +5,7 @@ hash of all of that, so equal keys mean equal KV. `kvcache` decides; `kvstore` h
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NewType, Protocol
@@ -49,11 +49,28 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    NETWORK = 3
+    """Records that several processes share (docs/kv-tier.md)."""
 
     @property
     def label(self) -> str:
         """Name in messages and metrics."""
         return self.name.lower()
+
+
+OWN_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""The tiers of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Transfer from a tier to the device."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,63 @@ class NodeCopy:
     """As in `NodeRecord`; on the device KV is always as it was computed."""
 
 
+class SharedLookup(Protocol):
+    """A question to the shared tier: how many of some records, from the first on, it holds. Answered by a thread."""
+
+    @property
+    def num_found(self) -> int | None:
+        """How many it holds; None until that is known."""
+        ...
+
+
+class SharedKV(Protocol):
+    """KV that several processes share (docs/kv-tier.md). Called by the engine's thread only; never waits for the tier.
+
+    `KVMover.load` with `Tier.NETWORK` copies what `fetch` has read.
+    """
+
+    @property
+    def link(self) -> Link | None:
+        """Measured costs of loading from the tier; None while it cannot be used."""
+        ...
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest time that the tier may take for a reply."""
+        ...
+
+    def look_up(self, owner: OwnerTag, pieces: Sequence[tuple[NodeKey, ChunkId | None]]) -> SharedLookup | None:
+        """Start to ask for the records of consecutive pieces of a prompt, given with their chunks.
+
+        Returns:
+            None if the tier cannot be used now.
+        """
+        ...
+
+    def fetch(self, key: NodeKey, num_tokens: int) -> bool:
+        """Start to read a node. Each successful call needs one `cancel_fetch`; False if memory for it is lacking."""
+        ...
+
+    def is_fetched(self, key: NodeKey) -> bool:
+        """Whether the reading of a node has ended, well or not; only then `load` may be called for it."""
+        ...
+
+    def cancel_fetch(self, key: NodeKey) -> None:
+        """End one `fetch`."""
+        ...
+
+    def share(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
+        """Queue a copy of a node, from the given tier, for another thread to write; False if it is not queued."""
+        ...
+
+    def forget(self, owner: OwnerTag, chunk_ids: Collection[ChunkId] | None) -> None:
+        """Delete the records of an owner that have seen one of these chunks; None: all of the owner's.
+
+        Until that is done, `look_up` finds none of them and `share` stores none.
+        """
+        ...
+
+
 class KVMover(Protocol):
     """Copies KV between tiers, synchronously and in order. Called by the engine's thread only.
 
@@ -133,7 +207,7 @@ class KVMover(Protocol):
         ...
 
     def load(self, key: NodeKey, source: Tier, block_ids: Sequence[BlockId], num_tokens: int) -> bool:
-        """Copy a node with `FULL_BITS` from host or disk into these device blocks, and verify it."""
+        """Copy a node with `FULL_BITS` from another tier into these device blocks, and verify it."""
         ...
 
     def place(self, copy: NodeCopy, block_ids: Sequence[BlockId], first_position: int) -> bool:

@@ -41,6 +41,10 @@ class CorpusView(Protocol):
         """Return which of the chunks exist now."""
         ...
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        """Return the chunks that were removed after so many changes, and that do not exist now."""
+        ...
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return the chunks before each of these in its document now, in order, at most the last `limit`."""
         ...
@@ -57,6 +61,8 @@ class _Followed:
     """Number of changes when it was last read; None: read it in any case, `_GONE`: it was removed."""
     is_unreadable: bool = False
     """Whether the last attempt to read it failed, which was logged."""
+    num_reported: int = 0
+    """Number of changes whose removed chunks were reported by name (`removed_since`)."""
 
 
 class Corpora:
@@ -76,7 +82,8 @@ class Corpora:
     def follow(self, salt: str, corpus: CorpusView) -> None:
         """Set the corpus of a salt, and read it at the next `catch_up`."""
         with self._lock:
-            self._followed[salt] = _Followed(corpus)
+            before = self._followed.get(salt)
+            self._followed[salt] = _Followed(corpus, num_reported=0 if before is None else before.num_reported)
 
     def unfollow(self, salt: str) -> bool:
         """Stop reading a corpus; returns whether it was removed, so that its KV must be dropped."""
@@ -88,12 +95,19 @@ class Corpora:
                 logger.exception(_UNREADABLE)
                 return False
 
-    def catch_up(self, forget: Callable[[Existing, str], object], forget_all: Callable[[str], object]) -> None:
+    def catch_up(
+        self,
+        forget: Callable[[Existing, str], object],
+        forget_all: Callable[[str], object],
+        forget_named: Callable[[Collection[ChunkId], str], object] | None = None,
+    ) -> None:
         """Report removed chunks of corpora that have changed since the last call.
 
         Args:
             forget: called with the corpus's `existing_chunks` and the salt.
             forget_all: called with the salt of a removed corpus.
+            forget_named: called with removed chunks and the salt: at first with all that the corpus remembers, so that
+                a process which was killed before it had dropped KV elsewhere does so when it starts again.
         """
         with self._lock:
             for salt, one in self._followed.items():
@@ -106,6 +120,10 @@ class Corpora:
                         forget_all(salt)
                     else:
                         forget(one.corpus.existing_chunks, salt)
+                        if forget_named is not None:
+                            since = one.num_reported if one.num_reported <= num_changes else 0  # a restored backup
+                            forget_named(one.corpus.removed_since(since), salt)
+                            one.num_reported = num_changes
                     one.seen, one.is_unreadable = num_changes, False
                 except Exception:  # requests must still be answered
                     if not one.is_unreadable:

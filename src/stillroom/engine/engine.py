@@ -4,13 +4,14 @@
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from stillroom.core.batch import Batch, StepResult, StepStopped
 from stillroom.core.clock import Clock
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import owner_of
 from stillroom.core.request import FinishReason, LookupCounts, Request
 from stillroom.engine.audit import Audit
 from stillroom.engine.auditing import Auditing
@@ -199,7 +200,8 @@ class Engine:
         """Drop kept KV of removed chunks."""
         self._caught_up_at = self.clock.monotonic()
         with self._handling_device_loss():
-            self._corpora.catch_up(self._forget_chunks, self._forget_all)
+            named = self._forget_shared if self.scheduler.kv.shares_kv else None
+            self._corpora.catch_up(self._forget_chunks, self._forget_all, named)
 
     def abandon_audit(self) -> None:
         """Abort and drop the running audit, after a step failed."""
@@ -360,8 +362,13 @@ class Engine:
         self.scheduler.forget_chunks(existing, salt)
         self.auditing.forget(existing, salt)
 
+    def _forget_shared(self, removed: Collection[ChunkId], salt: str) -> None:
+        if removed:
+            self.scheduler.kv.forget_shared(owner_of(salt), removed)
+
     def _forget_all(self, salt: str) -> None:
         self.scheduler.forget_owner(salt)
+        self.scheduler.kv.forget_shared(owner_of(salt), None)
         self.auditing.forget(lambda _: set(), salt)
 
     def _expire(self) -> list[TokenEvent]:

@@ -1,10 +1,10 @@
 """KV that one sequence holds: its block table and its path in the knowledge tree."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import NodeKey
+from stillroom.core.kv import NodeKey, SharedLookup
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.core.reuse import PromptReuse
@@ -15,6 +15,22 @@ from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.pieces import Piece
 from stillroom.kvcache.tree.provenance import PlaceableNodes
+
+
+@dataclass(slots=True)
+class SharedWait:
+    """What a waiting sequence has asked the shared tier for."""
+
+    lookup: SharedLookup
+    pieces: Sequence[Piece]
+    until: float
+    """Time at which it is computed without the tier."""
+    attached: list[NodeKey] | None = None
+    """Nodes that the tier holds; None until that is known."""
+    fetched: list[NodeKey] = field(default_factory=list)
+    """Those that are being read, or have been."""
+    has_ended: bool = False
+    """Whether the sequence waits no longer."""
 
 
 @dataclass(slots=True)
@@ -63,6 +79,8 @@ class Lease:
     """Whether the tree evicts its pieces last."""
     prefetched: list[NodeKey] = field(default_factory=list)
     """Nodes read from disk while it waits."""
+    shared_wait: SharedWait | None = None
+    """What it asked the shared tier for while it waits."""
 
     def __post_init__(self) -> None:
         self.placeable = PlaceableNodes(self.pieces, self.may_see)

@@ -4,7 +4,7 @@ A sequence holds a `Lease`. A block that the lease shares with the tree or with 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from stillroom.core.kv import NO_TENANT, OwnerTag, Tier
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import MaySee
 from stillroom.errors import PreparedFullError
+from stillroom.kvcache import shared_wait
 from stillroom.kvcache.apply_placements import keep_computed_chunks, record_recompute
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
@@ -142,7 +143,7 @@ class KVCacheManager:
         return set() if self.reuse is None else self.reuse.tree.take_changes()
 
     def protect(self, lease: Lease) -> None:
-        """Evict what a waiting sequence will use last, and prefetch what of it is on disk."""
+        """Evict what a waiting sequence will use last, and start to read what is on disk or in the shared tier."""
         if self.reuse is None or lease.is_protected:
             return
         tree = self.reuse.tree
@@ -150,6 +151,7 @@ class KVCacheManager:
         tree.protect(piece.key for piece in lease.pieces)
         if tree.num_nodes(Tier.DISK):
             prefetch(tree, lease, plan_admission(self.reuse, lease, lease.prompt.num_tokens))
+        shared_wait.begin(self.reuse, lease)
 
     def unprotect(self, lease: Lease) -> None:
         if self.reuse and lease.is_protected:
@@ -158,6 +160,12 @@ class KVCacheManager:
         if self.reuse and lease.prefetched:
             self.reuse.tree.cancel_prefetch(lease.prefetched)
             lease.prefetched = []
+        if self.reuse and lease.shared_wait is not None:
+            shared_wait.end(self.reuse.tree, lease)
+
+    def is_waiting_for_tier(self, lease: Lease) -> bool:
+        """Whether a waiting sequence shall not be admitted yet, because KV of it is read from the shared tier."""
+        return self.reuse is not None and lease.shared_wait is not None and shared_wait.is_waiting(self.reuse, lease)
 
     def try_admit(self, lease: Lease, segment_lengths: Sequence[int]) -> int | None:
         """Fill an empty lease with KV for all tokens of its sequence; see `lease_admission.try_admit`.
@@ -298,8 +306,21 @@ class KVCacheManager:
         return self.pool.num_free + (self.reuse.tree.num_idle_blocks if self.reuse else 0)
 
     def store_next(self) -> bool:
-        """Copy one kept node to disk while the engine is idle; False if there is none to copy."""
-        return self.reuse is not None and self.reuse.tree.store_next()
+        """Copy one kept node to disk or to the shared tier while the engine is idle; False if there is none to copy."""
+        if self.reuse is None:
+            return False
+        tree = self.reuse.tree
+        return tree.store_next() or (tree.shared is not None and tree.shared.share_next())
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether KV is shared with other processes."""
+        return self.reuse is not None and self.reuse.tree.shared is not None
+
+    def forget_shared(self, owner: OwnerTag, removed: Collection[ChunkId] | None) -> None:
+        """Delete a tenant's records in the shared tier that have seen removed chunks; None: all of the tenant's."""
+        if self.reuse is not None and self.reuse.tree.shared is not None:
+            self.reuse.tree.shared.kv.forget(owner, removed)
 
     def forget_chunks(
         self,

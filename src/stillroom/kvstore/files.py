@@ -109,14 +109,18 @@ def temporary_paths(folder: Path) -> Iterator[Path]:
     return _paths(folder, _TEMPORARY)
 
 
-def read_header(path: Path, fingerprint: bytes) -> Header | Defect | None:
-    """Read and verify a record's header, of one page or more; None if the file is missing or cannot be opened."""
+def read_header(path: Path, fingerprint: bytes, trailer_size: int = 0) -> Header | Defect | None:
+    """Read and verify a record's header, of one page or more; None if the file is missing or cannot be opened.
+
+    Args:
+        trailer_size: bytes behind the record that are not part of it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return _inspect(descriptor, key_of(path), fingerprint)
+        return _inspect(descriptor, key_of(path), fingerprint, trailer_size)
     except OSError:
         return Defect.UNREADABLE
     finally:
@@ -198,7 +202,13 @@ def _prepared_usage(header: Header | Defect | None, used: Collection[NodeKey]) -
 
 
 def forget_chunks(
-    root: Path, is_alive: Callable[[ChunkId], bool], owner: OwnerTag = NO_TENANT, except_for: bytes | None = None
+    root: Path,
+    is_alive: Callable[[ChunkId], bool],
+    owner: OwnerTag = NO_TENANT,
+    except_for: bytes | None = None,
+    *,
+    trailer_size: int = 0,
+    is_all: bool = False,
 ) -> int:
     """Remove a tenant's records, of every model, that have seen chunks which are not alive.
 
@@ -208,6 +218,8 @@ def forget_chunks(
 
     Args:
         except_for: fingerprint of a model whose records are left alone.
+        trailer_size: as in `read_header`.
+        is_all: remove all of the tenant's records.
 
     Returns:
         The number of records removed.
@@ -217,7 +229,7 @@ def forget_chunks(
         if fingerprint == except_for:
             continue
         folder = folder_of(root, fingerprint)
-        headers = {key_of(path): read_header(path, fingerprint) for path in record_paths(folder)}
+        headers = {key_of(path): read_header(path, fingerprint, trailer_size) for path in record_paths(folder)}
         dead = {key for key, header in headers.items() if isinstance(header, Defect) and header != Defect.UNREADABLE}
         records = [header.record for header in headers.values() if isinstance(header, Header)]
         records.sort(key=lambda record: record.first_position)  # a parent comes before its children
@@ -225,7 +237,7 @@ def forget_chunks(
             if record.owner != owner:
                 continue
             seen = {*record.seen, *(() if record.chunk_id is None else (record.chunk_id,))}
-            if record.parent in dead or not all(map(is_alive, seen)):
+            if is_all or record.parent in dead or not all(map(is_alive, seen)):
                 dead.add(record.key)
         num_removed += sum(remove_file(path_of(folder, key)) for key in dead)
     return num_removed
@@ -275,9 +287,9 @@ def remove_file(path: Path) -> bool:
     return True
 
 
-def _inspect(descriptor: int, key: NodeKey, fingerprint: bytes) -> Header | Defect:
+def _inspect(descriptor: int, key: NodeKey, fingerprint: bytes, trailer_size: int = 0) -> Header | Defect:
     """Read and verify the header, up to the beginning of the payload."""
-    file_size = os.fstat(descriptor).st_size
+    file_size = os.fstat(descriptor).st_size - trailer_size
     data = os.read(descriptor, PAGE_SIZE)
     size = header_size(data)
     if isinstance(size, Defect):

@@ -56,15 +56,16 @@ class _ReadEntry:
 class Prefetcher:
     """Reads records in the order of requests, and keeps each until all its requests are released."""
 
-    def __init__(self, read: Reader, capacity_bytes: int) -> None:
+    def __init__(self, read: Reader, capacity_bytes: int, num_threads: int = 1) -> None:
         """
         Args:
             capacity_bytes: of all records that are kept or being read; requests beyond it are refused.
+            num_threads: that read at the same time.
         """
         self.stats = PrefetchStats()
         self._read = read
         self._capacity = capacity_bytes
-        self._executor = ThreadPoolExecutor(1, "stillroom-prefetch")
+        self._executor = ThreadPoolExecutor(num_threads, "stillroom-prefetch")
         self._entries: dict[NodeKey, _ReadEntry] = {}
         self._abandoned: list[_ReadEntry] = []  # cancelled while being read; they take memory until the read ends
         self._num_bytes = 0
@@ -74,6 +75,11 @@ class Prefetcher:
         """Bytes of all records that are kept or being read."""
         self._forget_ended()
         return self._num_bytes
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a read has not ended."""
+        return not all(entry.future.done() for entry in list(self._entries.values()))
 
     def request(self, key: NodeKey, num_bytes: int) -> bool:
         """Start reading a record; False, and there is nothing to release, if memory or a thread is lacking."""
@@ -105,6 +111,11 @@ class Prefetcher:
             entry.is_used = True
             self.stats = replace(self.stats, used_bytes=self.stats.used_bytes + entry.num_bytes)
         return kv
+
+    def is_done(self, key: NodeKey) -> bool:
+        """Whether `get` would return without waiting and without a cancellation."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.future.done() and not entry.future.cancelled()
 
     def release(self, key: NodeKey) -> None:
         """Undo one `request`."""

@@ -53,6 +53,8 @@ class Defect(StrEnum):
     """Some bytes differ from those written."""
     UNREADABLE = "unreadable"
     """The disk failed to read it."""
+    SIGNATURE = "signature"
+    """A record of a shared tier that no process with the tier's key has written."""
     NON_FINITE = "non_finite"
     """KV on the device holds NaN or an infinity; no record is made."""
 

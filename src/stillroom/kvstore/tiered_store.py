@@ -8,7 +8,7 @@ narrowed once, when it leaves the device, and widened when it is placed. Design:
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -16,13 +16,15 @@ from types import MappingProxyType
 import torch
 
 from stillroom.core.clock import Clock
-from stillroom.core.ids import BlockId
-from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.ids import BlockId, ChunkId
+from stillroom.core.kv import FULL_BITS, Link, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
+from stillroom.kvstore.files import path_of
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, read_record
-from stillroom.kvstore.record import Defect, checksum_of
+from stillroom.kvstore.record import Buffer, Defect, checksum_of, encode
+from stillroom.kvstore.shared.shared_tier import SharedTier, TierLookup, stored_record
 from stillroom.ops.narrow import NarrowKV, narrow, narrow_views
 from stillroom.ops.rope import rerotation, rotation_from_zero
 
@@ -60,6 +62,7 @@ DIRECTIONS = (
     (Tier.DEVICE, Tier.HOST),
     (Tier.HOST, Tier.DEVICE),
     (Tier.DISK, Tier.DEVICE),
+    (Tier.NETWORK, Tier.DEVICE),
     (Tier.HOST, Tier.DISK),
     (Tier.DEVICE, Tier.DISK),
     (Tier.DEVICE, Tier.DEVICE),
@@ -67,9 +70,12 @@ DIRECTIONS = (
 
 
 class TieredStore:
-    """The `KVMover` over three stores. Used by one thread; a move is complete when its method returns."""
+    """The `KVMover` over three stores, and the `SharedKV` over a shared tier.
 
-    def __init__(
+    Used by one thread; a move is complete when its method returns.
+    """
+
+    def __init__(  # noqa: PLR0913  the stores, once
         self,
         device: DeviceStore,
         host: HostStore,
@@ -77,16 +83,19 @@ class TieredStore:
         clock: Clock,
         inv_freq_LP: torch.Tensor | None = None,
         prefetch_bytes: int = 0,
+        shared: SharedTier | None = None,
     ) -> None:
         """
         Args:
             disk: None to keep nothing on disk; every `store` then fails.
             inv_freq_LP: of the decoder; None if nothing is ever placed or narrowed.
             prefetch_bytes: host memory for prefetched records; 0: no prefetching.
+            shared: the tier shared with other processes; None: there is none.
         """
         self.device = device
         self.host = host
         self.disk = disk
+        self.shared = shared
         self._clock = clock
         self._inv_freq_LP = inv_freq_LP
         self._flows = dict.fromkeys(DIRECTIONS, TransferFlow())
@@ -100,10 +109,11 @@ class TieredStore:
     @property
     def stats(self) -> TransferStats:
         """A snapshot."""
-        on_disk = self.disk.verify_failures if self.disk else {}
+        on_disk = {(Tier.DISK, why): count for why, count in self.disk.verify_failures.items()} if self.disk else {}
+        shared = {(Tier.NETWORK, why): count for why, count in self.shared.state.defects.items()} if self.shared else {}
         return TransferStats(
             flows=MappingProxyType(dict(self._flows)),
-            verify_failures=dict(self._defects) | {(Tier.DISK, why): count for why, count in on_disk.items()},
+            verify_failures=dict(self._defects) | on_disk | shared,
             num_write_failures=self.disk.num_write_failures if self.disk else 0,
             prefetch=self._prefetcher.stats if self._prefetcher else PrefetchStats(),
         )
@@ -185,6 +195,8 @@ class TieredStore:
             self.disk.mark_used(key)
 
     def has(self, key: NodeKey, tier: Tier) -> bool:
+        if tier is Tier.NETWORK:  # a record that was not read in time, or is damaged, is not waited for
+            return False
         return key in self.host if tier is Tier.HOST else self.disk is not None and self.disk.has(key)
 
     def drop(self, key: NodeKey, tier: Tier) -> None:
@@ -195,8 +207,59 @@ class TieredStore:
             self._cancel(key)
             self.disk.remove(key)
 
+    # The tier shared with other processes
+
+    @property
+    def link(self) -> Link | None:
+        return None if self.shared is None else self.shared.link
+
+    @property
+    def timeout_seconds(self) -> float:
+        assert self.shared is not None
+        return self.shared.options.timeout_seconds
+
+    def look_up(self, owner: OwnerTag, pieces: Sequence[tuple[NodeKey, ChunkId | None]]) -> TierLookup | None:
+        return None if self.shared is None else self.shared.look_up(owner, pieces)
+
+    def fetch(self, key: NodeKey, num_tokens: int) -> bool:
+        return self.shared is not None and self.shared.fetch(key, self.device.shape.num_bytes(num_tokens))
+
+    def is_fetched(self, key: NodeKey) -> bool:
+        return self.shared is not None and self.shared.is_fetched(key)
+
+    def cancel_fetch(self, key: NodeKey) -> None:
+        if self.shared is not None:
+            self.shared.cancel_fetch(key)
+
+    def share(self, record: NodeRecord, source: Tier, block_ids: Sequence[BlockId]) -> bool:
+        """As `SharedKV`. A record on disk is read by the writing thread; KV on the device is copied here."""
+        if self.shared is None:
+            return False
+        if source is Tier.DISK and self.disk is not None:
+            path = path_of(self.disk.folder, record.key)
+
+            def stored() -> Sequence[Buffer] | None:
+                data = stored_record(path)
+                return None if data is None else [data]
+
+            return self.shared.write(record, 0, stored)
+        copy = NodeCopy(record.key, source, block_ids, record.first_position, record.num_tokens, record.bits)
+        sealed = self._sealed(copy) if source is Tier.HOST else self._gathered(copy)
+        if sealed is None:
+            return False
+        payload, checksum = sealed
+        kept: Buffer = bytes(payload) if source is Tier.DEVICE else payload  # the staging buffer is used again
+        parts = (encode(record, self.shared.fingerprint, len(payload), checksum), kept)
+        return self.shared.write(record, len(payload), lambda: parts)
+
+    def forget(self, owner: OwnerTag, chunk_ids: Collection[ChunkId] | None) -> None:
+        if self.shared is not None:
+            self.shared.forget(owner, chunk_ids)
+
     def close(self) -> None:
         """Drop the host's copies, stop the threads, and let another process write to the disk's folder."""
+        if self.shared is not None:
+            self.shared.close()
         self.host.clear()
         self.device.close()
         if self._prefetcher is not None:
@@ -209,11 +272,21 @@ class TieredStore:
         return self.device.shape.num_bytes(copy.num_tokens, copy.bits)
 
     def _read(self, copy: NodeCopy) -> torch.Tensor | None:
-        """Return the verified bytes of a copy on host or disk, uint8, which must not be written to; None if it fails.
+        """Return the verified bytes of a copy below the device, uint8, which must not be written to; None if it fails.
 
         Bytes from disk are valid until the staging buffer is used again.
         """
+        if copy.tier is Tier.NETWORK:
+            return self._from_shared(copy)
         return self._from_host(copy) if copy.tier is Tier.HOST else self._from_disk(copy)
+
+    def _from_shared(self, copy: NodeCopy) -> torch.Tensor | None:
+        """As `_read`, of what was fetched; never waits for the tier."""
+        read = None if self.shared is None else self.shared.get(copy.key)
+        if read is None or read.is_intact():
+            return None if read is None else read.payload
+        self._reject(Tier.HOST, Defect.CHECKSUM, copy.key)
+        return None
 
     def _from_host(self, copy: NodeCopy) -> torch.Tensor | None:
         """As `_read`. A copy that fails verification is dropped and counted."""

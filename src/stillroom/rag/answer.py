@@ -248,6 +248,8 @@ class ReuseReport:
     """Cached tokens whose KV was on the device."""
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
+    num_network_tokens: int = 0
+    """Those from the tier that several processes share (docs/kv-tier.md)."""
     load_seconds: float = 0.0
     """Seconds to load them, by the cost profile."""
     saved_seconds: float = 0.0

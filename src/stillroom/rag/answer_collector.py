@@ -264,6 +264,7 @@ def _reuse_report(usage: RemoteUsage, reuse: PromptReuse | None) -> ReuseReport:
         num_device_tokens=reuse.num_tokens_from(Tier.DEVICE),
         num_host_tokens=reuse.num_tokens_from(Tier.HOST),
         num_disk_tokens=reuse.num_tokens_from(Tier.DISK),
+        num_network_tokens=reuse.num_tokens_from(Tier.NETWORK),
         load_seconds=reuse.load_seconds,
         saved_seconds=reuse.saved_seconds,
         recompute_ratio=reuse.recompute_ratio,

@@ -55,6 +55,10 @@ class StoredDocuments:
         """Return the ids of the chunks that exist now."""
         return self.corpus.existing(chunk_ids)
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        """Return the chunks that were removed after so many changes, and that do not exist now."""
+        return self.corpus.removed_since(num_changes)
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return the chunks before each of these in its document, in order, at most the last `limit`."""
         return self.corpus.chunks_before(chunk_ids, limit)

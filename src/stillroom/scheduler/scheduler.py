@@ -30,6 +30,9 @@ from stillroom.scheduler.step_builder import schedule_tokens
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.002
+"""Time between two looks whether KV that the next request waits for has come from the shared tier."""
+
 
 class Scheduler:
     """Owns the waiting queue and the running set. Not thread-safe: the engine's loop is its only caller."""
@@ -154,8 +157,13 @@ class Scheduler:
         self.delayed_until = self._batch_delay_end(now)
         if self.delayed_until is not None:
             return None
-        if self.limits.fixed_tail_tokens:
-            return self._schedule_fixed_shapes(now)
+        batch = self._schedule_fixed_shapes(now) if self.limits.fixed_tail_tokens else self._schedule_together(now)
+        if batch is not None:
+            self.delayed_until = None
+        return batch
+
+    def _schedule_together(self, now: float) -> Batch | None:
+        """Return one token of every decoding sequence and parts of prompts, within the token budget."""
         num_running_before = len(self._running)
         copies: list[BlockCopy] = []
         scheduled = self._schedule_decodes(copies)
@@ -415,6 +423,9 @@ class Scheduler:
         self._waiting.reorder(self.kv.take_changes())
         sequence = self._waiting.first()
         if sequence is None or self._num_reserved_seqs + 1 + len(sequence.followers) > self.limits.max_num_seqs:
+            return None
+        if self.kv.is_waiting_for_tier(sequence.lease):
+            self.delayed_until = now + _POLL_SECONDS
             return None
         num_cached = self.kv.try_admit(sequence.lease, sequence.segment_lengths)
         if num_cached is None:

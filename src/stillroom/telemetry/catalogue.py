@@ -210,6 +210,43 @@ KV_PREFETCHED_BYTES = MetricSpec(
     "Bytes prefetched from disk for waiting questions: used or wasted.",
     ("outcome",),
 )
+TIER_USABLE = MetricSpec(
+    "stillroom_kv_tier_usable",
+    "gauge",
+    "Whether the KV tier shared with other processes can be used; 0: its circuit breaker is open, or a call hangs.",
+)
+TIER_OPENED = MetricSpec(
+    "stillroom_kv_tier_breaker_opened_total", "counter", "How often that circuit breaker has opened."
+)
+TIER_FAILURES = MetricSpec("stillroom_kv_tier_failures_total", "counter", "Calls of the tier that failed or were slow.")
+TIER_RECORDS = MetricSpec(
+    "stillroom_kv_tier_records_total",
+    "counter",
+    "Records of the tier by event: found by lookups, read, missing when read, written, already there, dropped before "
+    "they were written, refused by a full tier, forgotten with a removed document.",
+    ("event",),
+)
+TIER_BYTES = MetricSpec(
+    "stillroom_kv_tier_bytes_total", "counter", "Bytes of records read and written.", ("direction",)
+)
+TIER_FETCHED_BYTES = MetricSpec(
+    "stillroom_kv_tier_fetched_bytes_total",
+    "counter",
+    "Bytes of KV read from the tier for waiting questions: used or wasted.",
+    ("outcome",),
+)
+TIER_WAITING = MetricSpec(
+    "stillroom_kv_tier_waiting",
+    "gauge",
+    "Work that waits for the tier: records to write, removed chunks to forget.",
+    ("work",),
+)
+TIER_LATENCY = MetricSpec(
+    "stillroom_kv_tier_latency_seconds", "gauge", "Seconds of a reply without bytes, moving average."
+)
+TIER_SPEED = MetricSpec(
+    "stillroom_kv_tier_read_bytes_per_second", "gauge", "Speed of reading and verifying records, moving average."
+)
 KV_BLOCKS = MetricSpec("stillroom_kv_blocks", "gauge", "KV blocks, by state: free or used.", ("state",))
 
 # Engine

@@ -16,7 +16,7 @@ import numpy as np
 
 from stillroom.backends.assembly import kv_shape
 from stillroom.config.settings import ReuseConfig
-from stillroom.core.kv import Tier
+from stillroom.core.kv import OWN_TIERS, Tier
 from stillroom.core.prompt import Segment
 from stillroom.errors import UsageError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
@@ -73,7 +73,7 @@ def run_anywhere(
     with ExitStack() as stack:
         fixtures = stack.enter_context(_fixtures(decoder, options, work_dir))
         arms = [Arm(FULL, _run(fixtures[FULL], options, answers, FULL, None))]
-        for tier in Tier:
+        for tier in OWN_TIERS:
             for ratio in options.ratios:
                 name = f"from {tier.label}, {share_name(ratio)} computed again"
                 reuse_options = AnywhereOptions(ratio, "question")

@@ -24,9 +24,8 @@ from stillroom.cluster.routers import (
     Router,
 )
 from stillroom.config.settings import PrepareConfig, ReuseConfig
-from stillroom.core.kv import FULL_BITS
+from stillroom.core.kv import FULL_BITS, Link
 from stillroom.errors import UsageError
-from stillroom.kvcache.tree.cost_model import Link
 from stillroom.planner.simulation.arrivals import arrivals_of
 from stillroom.planner.simulation.cluster_simulation import (
     ClusterOutcome,

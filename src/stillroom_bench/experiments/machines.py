@@ -18,9 +18,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.errors import UsageError
-from stillroom.kvcache.tree.cost_model import CostProfile, Link
+from stillroom.kvcache.tree.cost_model import CostProfile
 
 _WIDTH = 2
 """Bytes of a parameter and of a number of KV."""

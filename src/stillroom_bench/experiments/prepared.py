@@ -54,6 +54,9 @@ class BenchDocuments:
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         return set(chunk_ids)
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        return ()
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         return {one: tuple(map(ChunkId, range(one - one % self._length, one))) for one in chunk_ids}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
+from stillroom.core.kv import FULL_BITS, Link, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.core.prompt import SegmentKind
 from stillroom.core.reuse import PromptReuse
 from stillroom.kvcache.blocks.block_pool import BlockPool
@@ -21,7 +21,7 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
 from stillroom.kvcache.lease_admission import Reuse
 from stillroom.kvcache.manager import KVCacheManager
-from stillroom.kvcache.tree.cost_model import CostProfile, Link
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.kvcache.tree.eviction import NodeUse, Policy, pgdsf
 from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys

@@ -10,10 +10,10 @@ import pytest
 from stillroom.cluster.routers import BoundedHash, CostRouter, LeastLoaded, PrefixThreshold, RoundRobin, Router
 from stillroom.config.settings import PrepareConfig, ReuseConfig
 from stillroom.core.ids import ChunkId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import UsageError
-from stillroom.kvcache.tree.cost_model import Link, linear_profile
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.cluster_simulation import (
     ClusterOutcome,

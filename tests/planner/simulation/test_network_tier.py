@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.cluster.routers import CostRouter, RoundRobin
-from stillroom.kvcache.tree.cost_model import Link
+from stillroom.core.kv import Link
 from stillroom.planner.simulation.cluster_simulation import (
     ClusterOutcome,
     ClusterSetup,

@@ -8,18 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stillroom.core.kv import Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Transfer from a tier to the device."""
-
-    latency_seconds: float
-    bytes_per_second: float
-
-    def seconds(self, num_bytes: int) -> float:
-        return self.latency_seconds + num_bytes / self.bytes_per_second
+from stillroom.core.kv import Link, Tier
 
 
 @dataclass(frozen=True)
@@ -33,7 +22,7 @@ class CostProfile:
     seconds: tuple[tuple[float, ...], ...]
     """[len(cached)][len(new)]."""
     links: Mapping[Tier, Link] = field(default_factory=dict)
-    """Of host and disk; loading from a tier without a link costs nothing."""
+    """Of host, disk and the shared tier; loading from a tier without a link costs nothing."""
 
     def __post_init__(self) -> None:
         assert len(self.cached) > 1 and len(self.new) > 1

@@ -94,12 +94,12 @@ class Demoter:
     def _settle_below(self, node: Node) -> None:
         """Restore the order of tiers below a node that lost its device copy and may have lost its host copy.
 
-        No descendant may stay in a faster tier than its parent, and a node without copies is dropped.
+        No descendant may stay in a faster tier than its parent, and a node without copies of its own is dropped.
         """
         left = [node]
         while left:
             node = left.pop()
-            if node.tier is None:
+            if node.tier in (None, Tier.NETWORK):
                 self.drop(node)
                 continue
             if node.tier is Tier.DISK:
@@ -190,7 +190,7 @@ class Demoter:
         return self._options.admits_by_frequency and popularity.estimate(node.key) < popularity.estimate(victim.key)
 
     def _leave_disk(self, node: Node) -> None:
-        if node.tier is Tier.DISK:
+        if node.tier is Tier.DISK:  # a record in the shared tier is looked up again when a prompt needs it
             self.drop(node)
         else:
             self._drop_copy(node, Tier.DISK)
@@ -208,13 +208,16 @@ class Demoter:
             found.append(left.pop())
             left += found[-1].children.values()
         for dropped in reversed(found):
+            was_kept = dropped.tier is not Tier.NETWORK or has_failed
             if dropped.block_ids is not None:
                 self._tiers.remove_device_copy(dropped)
             for tier in (Tier.HOST, Tier.DISK):
                 if dropped.is_lower[tier]:
                     self._drop_copy(dropped, tier)
-            self._nodes.remove(dropped, has_failed=has_failed and dropped is node)
-            self._stats.lost += 1
+            if dropped.is_lower[Tier.NETWORK]:
+                self._tiers.remove_copy(dropped, Tier.NETWORK)
+            self._nodes.remove(dropped, has_failed=has_failed and dropped is node, was_kept=was_kept)
+            self._stats.lost += was_kept
 
     def _drop_copy(self, node: Node, tier: Tier) -> None:
         self._tiers.remove_copy(node, tier)

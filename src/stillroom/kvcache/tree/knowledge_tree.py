@@ -7,9 +7,10 @@ the host when it is first evicted from the device, and the host copy stays while
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from stillroom.core.ids import BlockId, ChunkId
-from stillroom.core.kv import FULL_BITS, NO_TENANT, KVMover, NodeKey, NodeRecord, OwnerTag, Tier
+from stillroom.core.kv import FULL_BITS, NO_TENANT, KVMover, Link, NodeKey, NodeRecord, OwnerTag, SharedKV, Tier
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.stats import KVCacheStats
@@ -20,6 +21,7 @@ from stillroom.kvcache.tree.node_index import NodeIndex
 from stillroom.kvcache.tree.pieces import Piece
 from stillroom.kvcache.tree.provenance import Context
 from stillroom.kvcache.tree.restore import restore_nodes
+from stillroom.kvcache.tree.shared_nodes import SharedNodes
 from stillroom.kvcache.tree.tier_state import TIERS, TierState
 from stillroom.kvcache.tree.tree_options import TreeOptions
 
@@ -34,22 +36,30 @@ class KnowledgeTree:
     """
 
     def __init__(
-        self, pool: BlockPool, mover: KVMover, profile: CostProfile, options: TreeOptions, now: Callable[[], float]
+        self,
+        pool: BlockPool,
+        mover: KVMover,
+        profile: CostProfile,
+        options: TreeOptions,
+        now: Callable[[], float],
+        shared: SharedKV | None = None,
     ) -> None:
         """
         Args:
             now: seconds, never decreasing; for frequencies.
+            shared: the tier shared with other processes, if any.
         """
         self.pool = pool
         self.mover = mover
         self.profile = profile
         self.options = options
         self.stats = KVCacheStats()
-        self._now = now
+        self.now = now
         self._num_uses = 0
         self._nodes = NodeIndex(profile, options.window_seconds, now)
         self._tiers = TierState(pool, options, now)
         self._demoter = Demoter(self._nodes, self._tiers, pool, mover, options, self.stats, now)
+        self.shared = None if shared is None else SharedNodes(shared, self._nodes, self._tiers, self._demoter, now)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -63,18 +73,22 @@ class KnowledgeTree:
         return self._nodes.get(key)
 
     def match(self, pieces: Sequence[Piece]) -> list[Node]:
-        """Return the longest path of nodes that these pieces begin with. O(length of the path)."""
+        """Return the longest path of nodes that these pieces begin with and that need not be waited for.
+
+        O(length of the path).
+        """
         path: list[Node] = []
         for piece in pieces:
             node = self._nodes.get(piece.key)
-            if node is None:
+            if node is None or not (self.shared is None or self.shared.is_usable(node)):
                 break
             path.append(node)
         return path
 
     def variants(self, content: bytes) -> list[Node]:
-        """Return all nodes with the same tokens, model and tenant, whatever stood before them."""
-        return self._nodes.variants(content)
+        """Return all nodes with the same tokens, model and tenant, whatever stood before them, that this process
+        keeps."""
+        return [node for node in self._nodes.variants(content) if node.tier is not Tier.NETWORK]
 
     def tier_of(self, name: bytes) -> Tier | None:
         """Return the fastest tier that holds a node of this key, or any node of this content; None if none does."""
@@ -155,7 +169,9 @@ class KnowledgeTree:
             self._tiers.count_first_use(node)
             if node.is_lower[Tier.DISK]:
                 self.mover.mark_used(node.key)
-        node.frequency.add(self._now())
+        elif self.shared is not None:
+            self.shared.count_reuse(node)
+        node.frequency.add(self.now())
         self._num_uses += 1
         node.recency = self._num_uses
         node.add_use(self._half_lives)
@@ -194,6 +210,19 @@ class KnowledgeTree:
     def cancel_prefetch(self, keys: Iterable[NodeKey]) -> None:
         for key in keys:
             self.mover.cancel_prefetch(key)
+
+    def update_link(self) -> bool:
+        """Take over the costs of the shared tier as measured now; False if it cannot be used."""
+        link = None if self.shared is None else self.shared.kv.link
+        if link is None:
+            return False
+        links = self.profile.links
+        if (host := links.get(Tier.HOST)) is not None:  # what was read goes on from host memory
+            pace = 1 / link.bytes_per_second + 1 / host.bytes_per_second
+            link = Link(link.latency_seconds + host.latency_seconds, 1 / pace)
+        if link != links.get(Tier.NETWORK):
+            self.profile = replace(self.profile, links={**links, Tier.NETWORK: link})
+        return True
 
     # Growing
 
@@ -329,6 +358,8 @@ class KnowledgeTree:
             if is_loaded:
                 self.stats.loads[source] += 1
                 self._tiers.add_device_copy(node, block_ids)
+                if source is Tier.NETWORK and self.shared is not None:
+                    self.shared.count_load(node)
                 return True
             self.pool.release(block_ids)
             if not self._drop_failed_copy(node, source):
@@ -417,13 +448,18 @@ class KnowledgeTree:
         return False
 
     def flush(self) -> int:
-        """Copy nodes to disk that are not there yet, most valuable first, as long as they fit; returns how many."""
+        """Copy nodes to disk that are not there yet, most valuable first, as long as they fit; returns how many.
+
+        Nodes that shall go to the shared tier are queued for it.
+        """
         before = self.stats.stores
-        waiting = [node for node in self._nodes if not node.is_lower[Tier.DISK]]
+        waiting = [node for node in self._nodes if not node.is_lower[Tier.DISK] and node.tier is not Tier.NETWORK]
         for node in sorted(waiting, key=lambda node: -self._tiers.priority(node, Tier.DISK)):
             if self._demoter.fits_on_disk(node):
                 self._demoter.copy_to_disk(node)
         self._nodes.unstored.clear()
+        while self.shared is not None and self.shared.share_next():
+            pass
         return self.stats.stores - before
 
     def restore(self, records: Iterable[NodeRecord]) -> list[NodeKey]:
@@ -431,7 +467,7 @@ class KnowledgeTree:
         fewer bits a number than the options say."""
         all_records = list(records)
         usable = [record for record in all_records if record.bits >= self.options.prepared_bits]
-        orphans = restore_nodes(usable, self._nodes, self._tiers, half_lives=self._half_lives, now=self._now())
+        orphans = restore_nodes(usable, self._nodes, self._tiers, half_lives=self._half_lives, now=self.now())
         if self.options.is_disk_read_only:
             self._tiers.allow_present_bytes(Tier.DISK)
         self._demoter.shrink_disk()

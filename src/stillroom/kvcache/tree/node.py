@@ -61,6 +61,7 @@ class Node:
         "frequency",
         "heat",
         "is_lower",
+        "is_shared",
         "key",
         "mass",
         "num_children_in",
@@ -112,13 +113,15 @@ class Node:
         """Of each number in its copies on host and disk (`NodeRecord.bits`)."""
         self.block_ids: list[BlockId] | None = None
         """Its blocks on the device, to which the tree holds one reference; None if it is not there."""
-        self.is_lower = {Tier.HOST: False, Tier.DISK: False}
-        """Whether there is a copy on host and disk."""
+        self.is_lower = {Tier.HOST: False, Tier.DISK: False, Tier.NETWORK: False}
+        """Whether there is a copy on host and disk, and one in the shared tier that waiting sequences look for."""
+        self.is_shared = False
+        """Whether its KV came from the shared tier, or was queued for it."""
         self.disk_bytes = 0
         """Size of the copy on disk, while there is one."""
         self.num_users = 0
         """Running sequences whose prompt begins with this path. No copy of a node in use is evicted."""
-        self.num_children_in = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 0}
+        self.num_children_in = dict.fromkeys(Tier, 0)
         self.depth: int = (0 if parent is None else parent.depth) + (chunk_id is not None)
         """Chunks on its path, itself included; pieces without a chunk do not count."""
         self.heat = -math.inf
@@ -134,7 +137,7 @@ class Node:
         self.cost_alone = cost_alone
         self.cost_here = cost_here
         self.recency = 0
-        self.priority = {Tier.DEVICE: 0.0, Tier.HOST: 0.0, Tier.DISK: 0.0}
+        self.priority = dict.fromkeys(Tier, 0.0)
         """By tier, at its last use."""
 
     def is_in(self, tier: Tier) -> bool:
@@ -151,9 +154,7 @@ class Node:
         """The fastest tier with a copy; None without copies."""
         if self.block_ids is not None:
             return Tier.DEVICE
-        if self.is_lower[Tier.HOST]:
-            return Tier.HOST
-        return Tier.DISK if self.is_lower[Tier.DISK] else None
+        return next((tier for tier, is_there in self.is_lower.items() if is_there), None)
 
     @property
     def seen(self) -> set[ChunkId]:

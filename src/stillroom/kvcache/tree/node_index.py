@@ -43,6 +43,8 @@ class NodeIndex:
         """By content, the detached node that was dropped last: its key names a context that no prompt needs to have."""
         self.unstored: OrderedDict[NodeKey, None] = OrderedDict()
         """Keys of nodes that may not be on disk yet, oldest first."""
+        self.unshared: OrderedDict[NodeKey, None] = OrderedDict()
+        """Keys of nodes that shall be copied to the shared tier, oldest first."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -125,8 +127,12 @@ class NodeIndex:
             node.heat = self._forget(key).heat
         return node
 
-    def remove(self, node: Node, *, has_failed: bool) -> None:
-        """Remove a node that has neither copies nor children, and remember that it was dropped."""
+    def remove(self, node: Node, *, has_failed: bool, was_kept: bool = True) -> None:
+        """Remove a node that has neither copies nor children, and remember that it was dropped.
+
+        Args:
+            was_kept: False: its KV was only in the shared tier; then only its uses are remembered.
+        """
         del self._nodes[node.key]
         if node.parent is not None:
             del node.parent.children[node.key]
@@ -135,6 +141,9 @@ class NodeIndex:
         if not variants:
             del self._by_content[node.content]
         self.unstored.pop(node.key, None)
+        self.unshared.pop(node.key, None)
+        if not was_kept and not node.is_used:
+            return
         self._dropped[node.key] = _Dropped(has_failed, node.heat, node.content)
         if node.detached_seen:
             self._dropped_detached[node.content] = node.key

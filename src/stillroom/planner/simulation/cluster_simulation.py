@@ -18,9 +18,8 @@ from stillroom.cluster.placing import by_hash
 from stillroom.cluster.prediction import EngineCosts, predict
 from stillroom.cluster.routed_request import RoutedRequest, routed_request
 from stillroom.cluster.routers import MAX_AGE_SECONDS, Router
-from stillroom.core.kv import Tier
+from stillroom.core.kv import Link, Tier
 from stillroom.errors import UsageError
-from stillroom.kvcache.tree.cost_model import Link
 from stillroom.planner.simulation.network_tier import NetworkTier
 from stillroom.planner.simulation.simulated_corpus import PreparingPrompt, SimulatedCorpus
 from stillroom.planner.simulation.simulated_node import SimulatedNode, StepResult

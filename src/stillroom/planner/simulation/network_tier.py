@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import BlockId
-from stillroom.core.kv import FULL_BITS, NodeCopy, NodeKey, NodeRecord, Tier
-from stillroom.kvcache.tree.cost_model import Link
+from stillroom.core.kv import FULL_BITS, Link, NodeCopy, NodeKey, NodeRecord, Tier
 from stillroom.kvstore.modelled import ModelledMover
 
 

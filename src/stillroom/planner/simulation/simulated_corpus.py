@@ -42,6 +42,9 @@ class SimulatedCorpus:
     def existing_chunks(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         return set(chunk_ids)
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        return ()
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         found = {}
         for chunk_id in chunk_ids:

@@ -58,6 +58,14 @@ class ClosedCorpus:
                 found.update(ChunkId(row[0]) for row in connection.execute(statement, batch))
         return found
 
+    def removed_since(self, num_changes: int) -> tuple[ChunkId, ...]:
+        """Return the chunks that were removed after so many changes, and that do not exist now. Raises as
+        `num_changes`."""
+        state_of(self._path)
+        file = CorpusFile(self._path)
+        with contextlib.closing(file), file.translating_errors(), file.reading() as connection:
+            return tuple(ChunkId(row[0]) for row in connection.execute(sql_rows.SELECT_GONE, (num_changes,)))
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return nothing: no question comes from a knowledge base that is not open."""
         return {}

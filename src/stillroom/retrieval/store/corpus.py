@@ -122,6 +122,10 @@ class Corpus(Protocol):
         """Return the ids that exist."""
         ...
 
+    def removed_since(self, generation: int) -> tuple[ChunkId, ...]:
+        """Return the chunks that were removed after a generation, and that do not exist now."""
+        ...
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Return the chunks before each of these in its document, in order, at most the last `limit`."""
         ...

@@ -94,6 +94,7 @@ SELECT_MATCHING = """SELECT c.chunk_id FROM chunks c
     WHERE c.document_id IN (SELECT d.document_id FROM documents d WHERE {})"""
 SELECT_ADDED = "SELECT chunk_id FROM vectors WHERE generation > ? AND generation <= ? ORDER BY generation, chunk_id"
 SELECT_REMOVED = "SELECT chunk_id FROM tombstones WHERE generation > ? AND generation <= ? ORDER BY chunk_id"
+SELECT_GONE = "SELECT chunk_id FROM tombstones WHERE generation > ? ORDER BY chunk_id"
 SELECT_NTH_ADDED = "SELECT generation FROM vectors WHERE generation > ? ORDER BY generation LIMIT 1 OFFSET ?"
 SELECT_COUNTS = "SELECT generation, (SELECT count(*) FROM documents), (SELECT count(*) FROM vectors) FROM state"
 SELECT_COMMIT = """SELECT c.commit_id FROM state s LEFT JOIN commits c ON c.generation = :generation

@@ -176,6 +176,10 @@ class SqliteCorpus:
         found = self._select_in(sql_rows.SELECT_EXISTING, list(chunk_ids), self.quick_reading)
         return {ChunkId(row[0]) for row in found}
 
+    def removed_since(self, generation: int) -> tuple[ChunkId, ...]:
+        with self.quick_reading() as connection:
+            return tuple(ChunkId(row[0]) for row in connection.execute(sql_rows.SELECT_GONE, (generation,)))
+
     def chunks_before(self, chunk_ids: Collection[ChunkId], limit: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         found: dict[ChunkId, tuple[ChunkId, ...]] = {}
         with self.quick_reading() as connection:
