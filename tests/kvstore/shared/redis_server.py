@@ -23,7 +23,7 @@ class RedisServer:
 
     def __init__(self, folder: Path, *options: str, port: int = 0) -> None:
         assert PROGRAM is not None
-        self.port = port or _free_port()
+        self.port = port or free_port()
         own = f"--port {self.port} --bind 127.0.0.1 --appendonly no --dir {folder}".split()
         self._process = subprocess.Popen([PROGRAM, *own, "--save", "", *options], stdout=subprocess.PIPE)
         assert self._process.stdout is not None
@@ -71,7 +71,7 @@ def redis_server(folder: Path, *options: str, port: int = 0) -> Iterator[RedisSe
         server.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

@@ -1,6 +1,8 @@
 """A real server that is killed, full, slow or something else entirely: misses, never errors."""
 
+import shutil
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from stillroom.core.kv import NO_TENANT
 from stillroom.kvstore.shared.resp import ReplyError, RespConnection
 from tests.fakes import ManualClock
 from tests.kvstore.nodes import key
-from tests.kvstore.shared.redis_server import needs_server, redis_server
+from tests.kvstore.shared.redis_server import free_port, needs_server, redis_server
 from tests.kvstore.shared.tier_fixture import opened
 from tests.server.fakes import until
 
@@ -128,3 +130,17 @@ def test_entries_of_expired_records_are_dropped(tmp_path: Path) -> None:
         fixture.put(2, 10)
         (of_chunk,) = server.names("*:seen:*")
         assert server.call("ZCARD", of_chunk) == 1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl on the PATH")
+def test_tls_is_used_and_its_certificate_checked(tmp_path: Path) -> None:
+    key_file, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tier -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*made.split(), "-keyout", key_file, "-out", certificate], check=True, capture_output=True)
+    port = free_port()
+    options = f"--tls-port {port} --tls-cert-file {certificate} --tls-key-file {key_file} --tls-auth-clients no"
+    with redis_server(tmp_path, *options.split(), "--tls-ca-cert-file", str(certificate)):
+        with opened(f"rediss://127.0.0.1:{port}?ca={certificate}") as fixture:
+            assert fixture.put(1, 10) and fixture.get(1) is not None
+        with opened(f"rediss://127.0.0.1:{port}") as distrusting:
+            assert not distrusting.tier.is_usable
