@@ -13,9 +13,13 @@ import pytest
 
 from stillroom.backends.local import LocalBackend
 from stillroom.config.settings import StillroomConfig
+from stillroom.core.kv import OwnerTag
+from stillroom.kvstore.files import KV_FOLDER
+from stillroom.kvstore.owners import OwnerNote, note_owner
 from stillroom.kvstore.shared.shared_tier import SharedTier
 from stillroom.rag.stillroom import Stillroom
 from tests.kvstore.shared.redis_server import needs_server, redis_server
+from tests.kvstore.shared.tier_fixture import opened
 from tests.rag.test_reuse import ALWAYS, TEXTS, ask
 from tests.server.fakes import until
 
@@ -108,6 +112,18 @@ def test_document_removed_while_the_tier_is_away_leaves_it_later(
         next_one.add(docs)
         for _ in range(2):
             ask(next_one)
+        until(lambda: records(tier) == 4)
+
+
+def test_tenant_that_is_gone_leaves_the_tier_at_the_next_start(filled: Stillroom, tier: Path, tmp_path: Path) -> None:
+    filled.close()
+    owner = OwnerTag(b"tenant-a")
+    with opened(tier) as other_model:
+        other_model.put(1, 10, owner=owner)
+    assert records(tier) == 5
+    note_owner(tmp_path / "kb" / KV_FOLDER, owner, OwnerNote("a", tmp_path / "deleted"))
+    with Stillroom.open(tmp_path / "kb", config=sharing(tier)) as next_one:
+        ask(next_one)
         until(lambda: records(tier) == 4)
 
 

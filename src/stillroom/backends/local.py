@@ -29,6 +29,7 @@ from stillroom.config.settings import PrepareConfig, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import RequestId
+from stillroom.core.kv import OwnerTag
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SampleRequest, SamplingParams, TokenConstraint
 from stillroom.engine.async_engine import AsyncEngine
@@ -220,6 +221,13 @@ class LocalBackend:
         self.engine.documents_changed(self.salt, corpus)
         disk = None if self.cache.tiers is None else self.cache.tiers.disk
         return disk.fingerprint if disk is not None and disk.is_writer else None
+
+    def forget_shared(self, owners: Sequence[OwnerTag]) -> None:
+        """Delete KV of tenants that no longer exist from the tier shared with other processes, if there is one."""
+        shared = None if self.cache.tiers is None else self.cache.tiers.shared
+        for owner in owners:
+            if shared is not None:
+                shared.forget(owner, None)
 
     def readings(self) -> Readings:
         lookup = self.engine.lookup_counts

@@ -32,6 +32,8 @@ class KvSweep:
     report: SweepReport = SweepReport()
     tenants: dict[str, ClosedCorpus] = field(default_factory=dict)
     """Readable document stores of the tenants that have a note, by the salt of the tenant's requests."""
+    gone: list[OwnerTag] = field(default_factory=list)
+    """Owners of tenants that had a note and no longer exist."""
 
 
 def sweep_kv(knowledge_base: Path) -> KvSweep:
@@ -50,6 +52,7 @@ def sweep_kv(knowledge_base: Path) -> KvSweep:
     found.report = sweep(root, existing_of)
     for owner in noted_owners(root):  # includes owners without records
         if existing_of(owner) is None:
+            found.gone.append(owner)
             remove_note(root, owner)
     if found.report.num_removed:
         logger.info("%d records of KV dropped: their documents or tenants are gone", found.report.num_removed)

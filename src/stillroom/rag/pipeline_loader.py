@@ -224,6 +224,7 @@ class PipelineLoader:
         from stillroom.backends.local import build_backend
 
         backend = build_backend(config, self._clock, self._kb.path)
+        backend.forget_shared(swept.gone)
         for salt, corpus in swept.tenants.items():
             backend.for_tenant(salt).documents_changed(corpus)
         return backend
