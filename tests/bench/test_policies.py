@@ -23,7 +23,7 @@ from stillroom_bench.experiments.policy_choice import (
 )
 from stillroom_bench.experiments.policy_choice import ARMS as CHOICE_ARMS
 from stillroom_bench.experiments.recorded_policies import ARMS as RECORDED_ARMS
-from stillroom_bench.experiments.recorded_policies import NUM_SEEN, run_recorded_policies
+from stillroom_bench.experiments.recorded_policies import NUM_SEEN, OF_PAPER, run_recorded_policies
 from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS
 from stillroom_bench.loads.reuse_workloads import (
@@ -263,12 +263,17 @@ def test_recorded_requests_on_which_the_default_was_chosen_are_left_out(tmp_path
     with pytest.raises(UsageError, match="more than 1,500"):
         run_recorded_policies(options)
     (traces / "mooncake_long.jsonl").write_text("".join(lines))
-    rows = run_recorded_policies(options).tables["Recorded requests"]
+    tables = run_recorded_policies(options).tables
+    rows, of_paper = tables["Recorded requests"], tables["RAGCache's policies, relative to PGDSF"]
 
     assert {row["trace"] for row in rows} == {"mooncake_long"} and len(rows) == 2 * len(RECORDED_ARMS)
     assert {(row["windows"], row["requests"]) for row in rows} == {(2, 30)}
     ratios = {row["policy"]: row[f"tokens / {DEFAULT}"] for row in rows if row["fits"] == "20%"}
     assert ratios["lfu + look-ahead"] == "1 [1, 1]" and ratios["lru"] == "-", "LRU finds nothing in a window"
+    shares = {(row["fits"], row["policy"]): row["tokens"] for row in rows}
+    assert [row["policy"] for row in of_paper[:5]] == list(OF_PAPER)
+    assert all(row["tokens"] == shares[row["fits"], row["policy"]] for row in of_paper)
+    assert {row["tokens / pgdsf"] for row in of_paper if row["policy"] == "pgdsf"} == {""}
     with pytest.raises(UsageError, match="--data"):
         run_recorded_policies(PoliciesOptions())
 
