@@ -23,7 +23,7 @@ from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.opened_folder import OpenedFolder
 from stillroom.retrieval.store.folder import CORPUS, MANIFEST
 from stillroom.retrieval.store.manifest import Manifest, load_manifest
-from stillroom.retrieval.store.postgresql.address import DatabaseAddress
+from stillroom.retrieval.store.postgresql.address import DatabaseAddress, make_local_folder
 from stillroom.retrieval.store.postgresql.database import Database, KnowledgeBaseRow
 from stillroom.retrieval.store.postgresql.local_copy import copied_row, prepare_copy
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
@@ -45,7 +45,6 @@ def open_shared(
         DatabaseUnavailableError: The server cannot be reached, and there is no copy.
         ConfigError: The index of a new one should be an embedded Qdrant collection.
     """
-    close_to_others(folder)
     database = Database(address)
     try:
         corpus, manifest = _open(folder, database, config, make_manifest)
@@ -71,6 +70,8 @@ def _open(
                 f"stillroom add PATH --kb '{database.address}'"
             )
         row = database.create(_checked(make_manifest()).to_text())
+    make_local_folder(folder, database.address)
+    close_to_others(folder)
     _save(folder / MANIFEST, row)
     manifest = load_manifest(folder / MANIFEST)
     path = folder / CORPUS

@@ -18,7 +18,7 @@ import pytest
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseNotFoundError
+from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseNotFoundError, UsageError
 from stillroom.retrieval import knowledge_base
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.originals import Originals
@@ -182,9 +182,19 @@ def test_password_is_in_no_message_and_no_file(
     url = database.replace("postgres:@", "postgres:s3cret@").replace("/test", "/no_such_test")
     with pytest.raises(DatabaseUnavailableError, match="createdb") as refused:
         KnowledgeBase.open(url, StillroomConfig())
-    files = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert files and not any(b"s3cret" in one for one in files)
     assert "s3cret" not in str(refused.value) + caplog.text
+    assert not (tmp_path / "cache").exists(), "a failed attempt leaves no folder"
+    monkeypatch.setattr(knowledge_base, "Embedder", SmallEmbedder)
+    with KnowledgeBase.open(database.replace("postgres:@", "postgres:s3cret@"), StillroomConfig(), create=True):
+        files = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert files and not any(b"s3cret" in one for one in files)
+    assert "s3cret" not in caplog.text
+
+
+def test_unknown_parameter_of_the_url_is_named(database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match="foo"):
+        KnowledgeBase.open(f"{database}&foo=bar", StillroomConfig())
 
 
 # Changes of other machines

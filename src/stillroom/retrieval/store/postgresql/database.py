@@ -85,6 +85,8 @@ class Database:
                 connection = psycopg.connect(
                     self.address.url, autocommit=True, prepare_threshold=None, **_CONNECTING, **password
                 )
+        except psycopg.ProgrammingError as error:
+            raise UsageError(f"libpq cannot use the URL {self.address}: {_summary(error)}") from None
         except UnicodeError:  # psycopg decodes messages by the server's settings
             raise DatabaseUnavailableError(f"{self.address} refuses the connection") from None
         if connection.info.server_version < _OLDEST_SERVER * 10_000:
