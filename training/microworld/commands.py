@@ -1,4 +1,4 @@
-"""`python -m training microworld`: train, questions, reuse-questions."""
+"""`python -m training microworld`: train, questions, reuse-questions, split-questions."""
 
 import json
 from collections.abc import Mapping
@@ -78,3 +78,16 @@ def reuse_questions(
     from training.microworld.reuse_questions import write_reuse_questions
 
     _say(write_reuse_questions(shared, out, num_questions=num_questions, seed=seed))
+
+
+@app.command()
+def split_questions(
+    out: Annotated[Path, typer.Option(help="JSON-lines file to write.")],
+    shared: Shared = SHARED,
+    num_questions: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 300,
+    seed: Annotated[int, typer.Option(help="Seed of the worlds.")] = 4242,
+) -> None:
+    """Write the *split* questions that the selector `question` was designed on, for `stillroom bench quality`."""
+    from training.microworld.reuse_questions import write_split_questions
+
+    _say(write_split_questions(shared, out, num_questions=num_questions, seed=seed))

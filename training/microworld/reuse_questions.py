@@ -34,6 +34,30 @@ def write_reuse_questions(shared: Path, path: Path, *, num_questions: int, seed:
         row = _far(generator, rng) if kind == "far" else _plain(generator, rng, kind)
         if row is not None:
             rows.append(row)
+    return _write(path, rows)
+
+
+def write_split_questions(shared: Path, path: Path, *, num_questions: int, seed: int) -> dict[str, int]:
+    """Write *split* questions over 5 or 8 chunks; returns their number.
+
+    With 300 questions and seed 4242 these are the questions of the reports `2026-11-21-quality-curve` and
+    `2026-11-21-quality-ablation`, on which the selector `question` was designed.
+
+    Raises:
+        FileNotFoundError: the shared folder has no generator.
+    """
+    generator, rng = load_generator(shared), random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    while len(rows) < num_questions:
+        num_chunks = rng.choice((5, 8))
+        chunks, questions = generator.make_context(rng, num_chunks, split="eval", p_split=1.0)
+        fitting = [one for one in questions if one["kind"] == "split" and one["rivals"] > 0]
+        if fitting and len(chunks) == num_chunks:
+            rows.append(_row(chunks, rng.choice(fitting), "split"))
+    return _write(path, rows)
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> dict[str, int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -47,7 +71,10 @@ def _plain(generator: Any, rng: random.Random, kind: str) -> dict[str, Any] | No
     fitting = [one for one in questions if one["kind"] == kind and one["rivals"] > 0]
     if not fitting:
         return None
-    chosen = rng.choice(fitting)
+    return _row(chunks, rng.choice(fitting), kind)
+
+
+def _row(chunks: list[str], chosen: dict[str, Any], kind: str) -> dict[str, Any]:
     return {"chunks": chunks, "question": chosen["question"], "answer": chosen["answer"], "kind": kind}
 
 

@@ -18,6 +18,10 @@ _DATA = "../shared/data"
 """Folder of data in the committed command lines."""
 _WORK = "WORK"
 """The work folder in the committed command lines."""
+_MADE_BY = {"reuse-questions.jsonl": "reuse-questions", "split.jsonl": "split-questions"}
+"""Files of questions in the work folder, and the commands of `python -m training microworld` that write them."""
+_NOT_KEPT = ("microworld.jsonl",)
+"""Files of questions whose seed is not known."""
 _GRACE_SECONDS = 20.0
 """Given to a command that is stopped to end its own workers."""
 
@@ -238,5 +242,11 @@ def _here(word: str, places: Places) -> tuple[str, str]:
         return str(places.work_dir), ""
     if word.startswith(f"{_WORK}/"):
         path = places.work_dir / word.removeprefix(f"{_WORK}/")
-        return str(path), "" if path.exists() else f"{path}"
+        return str(path), "" if path.exists() else f"{path}{_how_to_make(path)}"
     return word, ""
+
+
+def _how_to_make(path: Path) -> str:
+    if path.name in _MADE_BY:
+        return f" (python -m training microworld {_MADE_BY[path.name]} --out {path})"
+    return ", which was not kept and cannot be made again" if path.name in _NOT_KEPT else ""

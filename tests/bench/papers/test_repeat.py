@@ -70,6 +70,23 @@ def test_what_is_missing_is_named_and_a_peer_is_left_out(tmp_path: Path) -> None
         chosen_runs([run], ["z"])
 
 
+def test_a_missing_file_of_questions_is_named_with_its_command(tmp_path: Path) -> None:
+    checkout = made_checkout(tmp_path / "c")
+    report = checkout / "benchmarks" / "q.md"
+    work = places(checkout).work_dir
+    made = f"{work}/split.jsonl (python -m training microworld split-questions --out {work}/split.jsonl)"
+    lost = f"{work}/microworld.jsonl, which was not kept and cannot be made again"
+    for name, expected in {"split": (made,), "microworld": (lost,), "other": (f"{work}/other.jsonl",)}.items():
+        report.write_text(f"# t\n\n`stillroom bench quality --questions WORK/{name}.jsonl` at commit `1`; x\n")
+        (run,) = runs_of([claim("q")], places(checkout))
+        assert run.missing == expected
+
+    work.mkdir()
+    (work / "other.jsonl").touch()
+    (run,) = runs_of([claim("q")], places(checkout))
+    assert not run.missing and str(work / "other.jsonl") in run.arguments
+
+
 def test_only_what_fits_the_time_is_started(tmp_path: Path) -> None:
     checkout = made_checkout(tmp_path / "c")
     said, ended = list[str](), dict[str, Ended]()

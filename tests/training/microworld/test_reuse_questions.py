@@ -10,7 +10,7 @@ import pytest
 from stillroom.answer_quality.questions import load_questions
 from training.__main__ import run_command
 from training.data.worlds import load_generator
-from training.microworld.reuse_questions import KINDS, write_reuse_questions
+from training.microworld.reuse_questions import KINDS, write_reuse_questions, write_split_questions
 
 pytestmark = pytest.mark.shared
 
@@ -41,3 +41,12 @@ def test_questions_are_reproducible_of_all_kinds_and_about_names_that_training_n
         for first, last in re.findall(r"([A-Z]\w+) ([A-Z]\w+)", text):
             if first in (*generator.FIRST_F, *generator.FIRST_M) and last in generator.LAST:
                 assert is_held(first, last), f"{first} {last} may occur in training"
+
+
+def test_split_questions_are_those_of_the_first_reports(shared: Path, tmp_path: Path) -> None:
+    file = tmp_path / "split.jsonl"
+
+    assert write_split_questions(shared, file, num_questions=300, seed=4242) == {"split": 300}
+    sizes = [len(one.chunks) for one in load_questions(file)]
+    assert Counter(sizes[:200]) == {5: 88, 8: 112}, "benchmarks/2026-11-21-quality-curve.md"
+    assert Counter(sizes) == {5: 147, 8: 153}, "benchmarks/2026-11-21-quality-ablation.md"
