@@ -92,6 +92,10 @@ class DatabaseUnavailableError(KnowledgeBaseError):
     """The PostgreSQL server of a knowledge base cannot be reached, or refuses; documents cannot be changed."""
 
 
+class DatabaseRefusedError(DatabaseUnavailableError):
+    """The PostgreSQL server of a knowledge base refuses the user or the password, or the user lacks a right."""
+
+
 class EmptyKnowledgeBaseError(KnowledgeBaseError):
     """The knowledge base holds no documents yet."""
 

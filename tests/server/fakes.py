@@ -91,7 +91,7 @@ class FakeStillroom:
         self.fails_at = ""
         self.failure: BaseException = StillroomError("the fake failed on purpose")
         self.records = Records(TraceLog(Path("nowhere") / TRACE_FILE, keep=0), lambda chunk_ids: {})
-        self.is_closed = self.is_stopped = False
+        self.is_closed = self.is_stopped = self.is_removed = False
         self.is_warm = self.expects_few_questions = False
         self._running: set[int] = set()
         self._lock = threading.Lock()
@@ -253,11 +253,11 @@ class FakeStillroom:
 
     @property
     def is_ready(self) -> bool:
-        return not self.is_closed
+        return not self.is_closed and self.is_there
 
     @property
     def is_there(self) -> bool:
-        return True
+        return not self.is_removed
 
     def stop_generating(self) -> None:
         self.is_stopped = True

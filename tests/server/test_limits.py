@@ -108,8 +108,17 @@ def test_queue_is_bounded_and_readyz_reports_when_it_is_full() -> None:
     assert int(refused.headers["retry-after"]) >= 1
     assert (ready.status_code, ready.json()["checks"]) == (
         503,
-        {"model": True, "device": True, "queue": False, "open": True},
+        {"model": True, "knowledge_base": True, "device": True, "queue": False, "open": True},
     )
+
+
+def test_server_without_its_knowledge_base_is_not_ready_and_says_so() -> None:
+    stillroom = FakeStillroom()
+    stillroom.is_removed = True
+    with serving(as_stillroom(stillroom)) as url:
+        ready = httpx.get(f"{url}/readyz").json()
+    assert (ready["checks"]["model"], ready["checks"]["knowledge_base"]) == (True, False)
+    assert ready["reasons"] == ["the knowledge base was removed or replaced; restart the server"]
 
 
 def test_server_without_its_model_is_alive_but_not_ready() -> None:

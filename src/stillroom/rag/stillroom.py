@@ -526,7 +526,7 @@ class Stillroom:
 
     @property
     def is_there(self) -> bool:
-        """Whether the knowledge base's folder is the one that was opened: neither removed nor replaced."""
+        """Whether the knowledge base is the one that was opened: neither removed nor replaced."""
         return self._opened_kb.is_there
 
     @property

@@ -14,6 +14,7 @@ from stillroom.config.settings import StillroomConfig
 from stillroom.core.private_files import close_to_others
 from stillroom.errors import (
     ConfigError,
+    DatabaseRefusedError,
     DatabaseUnavailableError,
     KnowledgeBaseBusyError,
     KnowledgeBaseNotFoundError,
@@ -43,11 +44,15 @@ def open_shared(
     Raises:
         KnowledgeBaseNotFoundError: There is none, and `make_manifest` is None.
         DatabaseUnavailableError: The server cannot be reached, and there is no copy.
+        DatabaseRefusedError: The server refuses the user, whether there is a copy or not.
         ConfigError: The index of a new one should be an embedded Qdrant collection.
     """
     database = Database(address)
     try:
         corpus, manifest = _open(folder, database, config, make_manifest)
+    except DatabaseRefusedError:  # the copy is not for users who may not read the database
+        database.close()
+        raise
     except DatabaseUnavailableError as error:
         database.close()
         corpus, manifest = _open_copy(folder, Database(address), error)

@@ -135,10 +135,16 @@ def _readiness(tenants: Tenants, admission: AdmissionControl) -> Readiness:
         problem = admission.problem()
         return None if problem is None else str(problem)
 
+    def problem_of_model() -> str | None:
+        default = tenants.default
+        return None if default.is_ready or not default.is_there else "the model is not loaded, or its engine failed"
+
+    def problem_of_documents() -> str | None:
+        return None if tenants.default.is_there else "the knowledge base was removed or replaced; restart the server"
+
     readiness = Readiness()
-    readiness.add(
-        "model", lambda: None if tenants.default.is_ready else "the model is not loaded, or its engine failed"
-    )
+    readiness.add("model", problem_of_model)
+    readiness.add("knowledge_base", problem_of_documents)
     readiness.add("device", lambda: tenants.default.device_problem)
     readiness.add("queue", problem_of_queue)
     readiness.add("open", lambda: "the server is shutting down" if admission.is_closing else None)

@@ -20,7 +20,7 @@ _TIMEOUT = "timeout_error"
 
 _PUBLIC_MESSAGES = {
     "internal_error": "internal error; the server's log has the details",
-    "knowledge_base_gone": "the folder of this knowledge base is gone; the server's log has the details",
+    "knowledge_base_gone": "this knowledge base was removed or replaced; the server's log has the details",
     "knowledge_base_busy": "another process is writing to this knowledge base; try again in a moment",
     "index_unavailable": "the server that holds the vectors cannot be reached or refuses; try again later, or search "
     "with mode sparse",

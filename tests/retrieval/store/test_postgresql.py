@@ -18,11 +18,18 @@ import pytest
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.core.ids import ChunkId, DocumentId
-from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseNotFoundError, UsageError
+from stillroom.errors import (
+    ConfigError,
+    DatabaseRefusedError,
+    DatabaseUnavailableError,
+    KnowledgeBaseNotFoundError,
+    UsageError,
+)
 from stillroom.retrieval import knowledge_base
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.originals import Originals
 from stillroom.retrieval.store.postgresql import committer, statements
+from stillroom.retrieval.store.postgresql import follower as follower_module
 from stillroom.retrieval.store.postgresql.follower import Follower
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
@@ -114,6 +121,21 @@ def test_opening_needs_a_knowledge_base(open_on: Open) -> None:
         open_on("a")
 
 
+def test_reading_makes_nothing_in_the_database(open_on: Open, database: str) -> None:
+    for name in ("a", "b"):
+        with pytest.raises(KnowledgeBaseNotFoundError):
+            open_on(name)
+    assert _execute(database, "SELECT count(*) FROM pg_namespace WHERE nspname = 'stillroom'") == [(0,)]
+
+
+def _execute(url: str, statement: str) -> list[tuple[Any, ...]]:
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True) as connection:
+        cursor = connection.execute(statement)
+        return cursor.fetchall() if cursor.description else []
+
+
 def test_embedded_collection_is_refused(open_on: Open) -> None:
     with pytest.raises(ConfigError, match="qdrant"):
         open_on("a", create=True, config=StillroomConfig(index=IndexConfig(kind="qdrant")))
@@ -197,6 +219,29 @@ def test_unknown_parameter_of_the_url_is_named(database: str, monkeypatch: pytes
         KnowledgeBase.open(f"{database}&foo=bar", StillroomConfig())
 
 
+def test_reading_needs_select_and_refused_users_do_not_read_the_copy(
+    open_on: Open, docs: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_on("a", create=True).add([docs])
+    own = database.partition("?")[0].rpartition("/")[2]
+    user = f"reader_{own}"
+    _execute(database, f"CREATE ROLE {user} LOGIN")
+    monkeypatch.setattr(f"{__name__}.with_name", lambda url: f"{url.replace('postgres:@', f'{user}@')}&kb=docs")
+    with pytest.raises(DatabaseRefusedError, match=r"permission denied for schema stillroom; grant .* for reading"):
+        open_on("b")
+    _execute(database, f"GRANT USAGE ON SCHEMA stillroom TO {user}")
+    _execute(database, f"GRANT SELECT ON ALL TABLES IN SCHEMA stillroom TO {user}")
+    b = open_on("b")
+    assert b.num_documents == 2
+    with pytest.raises(DatabaseRefusedError, match="for changes"):
+        b.remove([str(docs)])
+    b.close()
+    for refuse in (f"REVOKE SELECT ON stillroom.knowledge_bases FROM {user}", f"ALTER ROLE {user} NOLOGIN"):
+        _execute(database, refuse)
+        with pytest.raises(DatabaseRefusedError):
+            open_on("b")
+
+
 # Changes of other machines
 
 
@@ -244,6 +289,59 @@ def test_removed_knowledge_base_is_noticed(open_on: Open, docs: Path, database: 
     with pytest.raises(KnowledgeBaseNotFoundError):
         kb.add([docs])
     assert open_on("a", create=True).num_documents == 0
+
+
+def test_dropped_schema_is_noticed_and_logged_once(
+    open_on: Open, docs: Path, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kb = open_on("a", create=True)
+    kb.add([docs])
+    looked = threading.Event()
+    follower = Follower(corpus_of(kb)._database, corpus_of(kb)._row.kb, lambda _: looked.set(), 0.01)
+    follower.begin()
+    assert looked.wait(60)
+    follower._catch_up = corpus_of(kb).catch_up
+    _execute(database, "DROP SCHEMA stillroom CASCADE")
+    assert follower._thread is not None
+    follower._thread.join(60)
+    assert not kb.is_there
+    assert [(one.levelname, "removed from the database" in one.message) for one in caplog.records] == [("ERROR", True)]
+    for change in (lambda: kb.search("vault"), lambda: kb.add([docs])):
+        with pytest.raises(KnowledgeBaseNotFoundError):
+            change()
+    follower.end()
+
+
+def test_commit_notices_a_dropped_schema(open_on: Open, docs: Path, database: str) -> None:
+    kb = open_on("a", create=True)
+    kb.add([docs])
+    _execute(database, "DROP SCHEMA stillroom CASCADE")
+    with pytest.raises(KnowledgeBaseNotFoundError):
+        kb.remove([str(docs)])
+    assert not kb.is_there
+
+
+def test_unexpected_errors_are_logged_once_per_outage(
+    database: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower_module, "LOOK_EVERY_S", 0.001)
+    corpus = open_postgres(tmp_path / "a", database, "kb")
+    outcomes = iter([ValueError("a"), ValueError("b"), None, ValueError("c"), ValueError("d")])
+    is_over = threading.Event()
+
+    def catch_up(_: Any) -> None:
+        outcome = next(outcomes, is_over)
+        if isinstance(outcome, ValueError):
+            raise outcome
+        if outcome is is_over:
+            is_over.set()
+
+    follower = Follower(corpus._database, corpus._row.kb, catch_up, 0.001)
+    follower.begin()
+    assert is_over.wait(60)
+    follower.end()
+    corpus.close()
+    assert [one.message.partition(";")[0].rpartition(" ")[2] for one in caplog.records] == ["read", "again"] * 2
 
 
 def test_copy_is_made_again_after_a_backup_was_restored(database: str, tmp_path: Path) -> None:

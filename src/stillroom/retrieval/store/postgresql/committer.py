@@ -14,11 +14,10 @@ import numpy as np
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId
-from stillroom.errors import KnowledgeBaseNotFoundError
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
-from stillroom.retrieval.store.postgresql.database import Connection
+from stillroom.retrieval.store.postgresql.database import Connection, ReplacedError
 from stillroom.retrieval.store.postgresql.statements import from_text, key_of, to_text
 from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
 
@@ -31,13 +30,11 @@ class Committer:
     """The changes of one transaction."""
 
     def __init__(self, connection: Connection, kb: int, corpus_id: str) -> None:
-        """Lock the knowledge base. Raises KnowledgeBaseNotFoundError: it was removed or replaced."""
+        """Lock the knowledge base. Raises ReplacedError: it was removed or replaced."""
         self._connection, self._kb = connection, kb
         state = connection.execute(sql.LOCK_STATE, (kb,)).fetchone()
         if state is None or state[0] != corpus_id:
-            raise KnowledgeBaseNotFoundError(
-                "this knowledge base was removed from the database or replaced; open it again (a server: restart it)"
-            )
+            raise ReplacedError
         self._generation, self.revision = state[1] + 1, state[2] + 1
         self._num_changes = 0
         self._num_removed = 0

@@ -1,4 +1,7 @@
-"""Connections to PostgreSQL, its errors, and the tables. psycopg is imported with the first connection."""
+"""Connections to PostgreSQL, its errors, and the tables. psycopg is imported with the first connection.
+
+Only `Database.create` makes tables: reading changes nothing in the database, so that a backup can be restored into it.
+"""
 
 import contextlib
 import threading
@@ -8,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from stillroom.errors import (
+    DatabaseRefusedError,
     DatabaseUnavailableError,
     IncompatibleKnowledgeBaseError,
     KnowledgeBaseBusyError,
+    KnowledgeBaseNotFoundError,
     StorageError,
     UsageError,
 )
@@ -39,8 +44,21 @@ _REST = "nothing was changed. Start the server or correct --kb, then run the sam
 _NO_SUCH_DATABASE, _FULL, _LOCK_TIMEOUT = "3D000", "53", "55P03"
 _CONFLICTS = ("40P01", "40001")
 _WRONG_USER = ("28000", "28P01")
-_MAY_NOT_WRITE = ("42501", "25006")
+_REFUSED_USER = ("password", "authentication", "role ", "permission denied", "pg_hba.conf")
+"""Words of messages about a connection, which have no SQL state."""
+_NO_RIGHTS, _READ_ONLY = "42501", "25006"
+_NO_TABLES = ("42P01", "3F000")
 """SQL states, or their beginnings (PostgreSQL manual, appendix A)."""
+
+
+class ReplacedError(KnowledgeBaseNotFoundError):
+    """The database no longer holds this knowledge base, or an earlier state of it, restored from a backup."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this knowledge base was removed from the database, replaced, or restored from a backup while it was open; "
+            "open it again (a server: restart it)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +77,6 @@ class Database:
         self.address = address
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._has_tables = False
 
     def close(self) -> None:
         """Idempotent."""
@@ -71,7 +88,7 @@ class Database:
 
         Raises:
             DatabaseUnavailableError: The server cannot be reached, or refuses.
-            UsageError: psycopg is not installed.
+            UsageError: psycopg is not installed, or libpq does not know a parameter of the URL.
         """
         try:
             import psycopg
@@ -101,13 +118,14 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """Run a transaction, which is rolled back if an exception leaves the context. The tables exist in it.
+        """Run a transaction, which is rolled back if an exception leaves the context.
 
         Raises:
-            DatabaseUnavailableError: The server cannot be reached, or refuses.
+            DatabaseUnavailableError: The server cannot be reached.
+            DatabaseRefusedError: It refuses the user, or the user lacks a right.
+            ReplacedError: The tables were removed.
             KnowledgeBaseBusyError: Another commit takes longer than 10 s.
             StorageError: The server's disk is full.
-            IncompatibleKnowledgeBaseError: A later version of Stillroom made the tables.
         """
         with self.connection() as connection, connection.transaction():
             yield connection
@@ -125,14 +143,26 @@ class Database:
                     self._drop()
 
     def find(self) -> KnowledgeBaseRow | None:
-        """Return the knowledge base; None if there is none. Raises as `transaction`."""
+        """Return the knowledge base; None if there is none. Makes no tables.
+
+        Raises as `transaction`, and IncompatibleKnowledgeBaseError: a later version of Stillroom made the tables.
+        """
         with self.transaction() as connection:
+            if not _one(connection, sql.IS_THERE):
+                return None
+            self._check_version(connection)
             row = connection.execute(sql.SELECT_KB, (self.address.name,)).fetchone()
         return None if row is None else KnowledgeBaseRow(*row)
 
     def create(self, manifest: str) -> KnowledgeBaseRow:
-        """Make the knowledge base, unless another process has just made it. Raises as `transaction`."""
+        """Make the knowledge base, unless another process has just made it, and the tables, if there are none. Raises
+        as `find`."""
         with self.transaction() as connection:
+            connection.execute(sql.LOCK_SCHEMA)
+            if not _one(connection, sql.IS_THERE):
+                for statement in sql.SCHEMA:
+                    connection.execute(statement)
+            self._check_version(connection)
             connection.execute(sql.INSERT_KB, (self.address.name, uuid.uuid4().hex, manifest))
             row = connection.execute(sql.SELECT_KB, (self.address.name,)).fetchone()
         assert row is not None
@@ -146,7 +176,7 @@ class Database:
         try:
             yield
         except (psycopg.DataError, psycopg.IntegrityError, psycopg.ProgrammingError) as error:
-            if (error.sqlstate or "") in _MAY_NOT_WRITE:
+            if (error.sqlstate or "") in (_NO_RIGHTS, *_NO_TABLES):
                 raise self._translated(error) from None
             raise
         except psycopg.Error as error:
@@ -160,24 +190,31 @@ class Database:
             return KnowledgeBaseBusyError(
                 f"another process has been committing to {self.address} for more than {_MAX_WAIT_S} s; try again later"
             )
+        if state in _NO_TABLES:
+            return ReplacedError()
         reason = error.diag.message_primary or _summary(error)
         if state.startswith(_FULL):
             return StorageError(
                 f"{self.address}: {reason}; earlier commits are safe. Free some space on the server, then run the same "
                 "command again: it does the rest"
             )
-        if state in _MAY_NOT_WRITE:
+        if state == _READ_ONLY:
             return DatabaseUnavailableError(
-                f"{self.address} refuses the change: {reason}; grant the user CREATE on the database, or connect as "
-                "the owner of the schema stillroom to the primary server"
+                f"{self.address} refuses the change: {reason}; connect to the primary server (with several hosts: "
+                "target_session_attrs=read-write)"
+            )
+        if state == _NO_RIGHTS:
+            return DatabaseRefusedError(
+                f"{self.address}: {reason}; grant the user what docs/postgresql.md lists for reading, for changes and "
+                "for a new knowledge base, or connect as the owner of the schema stillroom"
+            )
+        if state in _WRONG_USER or (not state and any(word in reason for word in _REFUSED_USER)):
+            return DatabaseRefusedError(
+                f"{self.address} refuses the user: {reason}; set PGPASSWORD or ~/.pgpass, or correct the URL"
             )
         if state == _NO_SUCH_DATABASE or "does not exist" in reason:
             return DatabaseUnavailableError(
                 f"{self.address}: {reason}; make the database with createdb, or correct --kb"
-            )
-        if state in _WRONG_USER or "password" in reason or "authentication" in reason:
-            return DatabaseUnavailableError(
-                f"{self.address} refuses the user: {reason}; set PGPASSWORD or ~/.pgpass, or correct the URL"
             )
         return DatabaseUnavailableError(f"{self.address} cannot be reached: {reason}; {_REST}")
 
@@ -187,9 +224,6 @@ class Database:
             self._drop()
         if self._connection is None:
             self._connection = self.connect()
-        if not self._has_tables:
-            self._make_tables(self._connection)
-            self._has_tables = True
         return self._connection
 
     def _is_alive(self, connection: Connection) -> bool:
@@ -204,15 +238,8 @@ class Database:
             self._connection.close()
             self._connection = None
 
-    def _make_tables(self, connection: Connection) -> None:
-        with self.translating_errors():
-            if not _one(connection, sql.IS_THERE):
-                with connection.transaction():
-                    connection.execute(sql.LOCK_SCHEMA)
-                    if not _one(connection, sql.IS_THERE):
-                        for statement in sql.SCHEMA:
-                            connection.execute(statement)
-            version = _one(connection, sql.SELECT_VERSION)
+    def _check_version(self, connection: Connection) -> None:
+        version = _one(connection, sql.SELECT_VERSION)
         if version > sql.SCHEMA_VERSION:
             raise IncompatibleKnowledgeBaseError(
                 f"the tables of {self.address} have version {version}, this Stillroom reads up to "

@@ -1,7 +1,7 @@
 """A thread that notices commits of other machines.
 
 A notification of PostgreSQL (`LISTEN`) wakes it at once, but is only a hint: it looks once a second in any case. While
-the server is away it tries to connect again, and one warning is logged.
+the server is away it tries to connect again. Each outage is logged once, and its end.
 """
 
 import logging
@@ -33,7 +33,8 @@ class Follower:
         self._look_every_s = look_every_s
         self._stop = threading.Event()
         self._woken, self._waker = socket.socketpair()
-        self._has_warned = False
+        self.is_away = False
+        """Whether the last attempt to read the database failed."""
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -58,12 +59,12 @@ class Follower:
             except KnowledgeBaseNotFoundError as error:
                 logger.error("%s", error)
                 return
-            except StillroomError as error:
-                if not self._has_warned:
-                    logger.warning("%s", error)
-                self._has_warned = True
-            except Exception:
-                logger.exception("changes of other machines cannot be read; trying again")
+            except Exception as error:
+                if not self.is_away:
+                    is_ours = isinstance(error, StillroomError)
+                    text = error if is_ours else "changes of other machines cannot be read; trying again every second"
+                    logger.warning("%s", text, exc_info=None if is_ours else error)
+                self.is_away = True
 
     def _follow(self, connection: Connection) -> None:
         with self._database.translating_errors():
@@ -75,9 +76,9 @@ class Follower:
             except KnowledgeBaseBusyError:  # another process of this machine does it
                 pass
             else:
-                if self._has_warned:
+                if self.is_away:
                     logger.warning("%s can be reached again", self._database.address)
-                self._has_warned = False
+                self.is_away = False
             select.select([connection.fileno(), self._woken], (), (), self._look_every_s)
             with self._database.translating_errors():
                 for _ in connection.notifies(timeout=0):

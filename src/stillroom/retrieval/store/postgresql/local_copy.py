@@ -16,12 +16,12 @@ from typing import Any
 from filelock import Timeout
 
 from stillroom.core.folder_lock import FolderLock
-from stillroom.errors import KnowledgeBaseBusyError, KnowledgeBaseError, KnowledgeBaseNotFoundError, StorageError
+from stillroom.errors import KnowledgeBaseBusyError, KnowledgeBaseError, StorageError
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus_file import CorpusFile
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
-from stillroom.retrieval.store.postgresql.database import Connection, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.database import Connection, KnowledgeBaseRow, ReplacedError
 from stillroom.retrieval.store.postgresql.statements import from_text
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
@@ -38,16 +38,6 @@ _SELECT_KB = "SELECT copied.kb, state.corpus_id FROM copied, state"
 _SELECT = "SELECT revision, commit_id FROM copied WHERE kb = ?"
 
 _Row = tuple[Any, ...]
-
-
-class ReplacedError(KnowledgeBaseNotFoundError):
-    """The database holds another knowledge base of that name, or an earlier state of it, restored from a backup."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "this knowledge base was removed from the database, replaced, or restored from a backup while it was open; "
-            "open it again (a server: restart it)"
-        )
 
 
 def prepare_copy(path: Path, connection: Connection, kb: int, corpus_id: str) -> None:

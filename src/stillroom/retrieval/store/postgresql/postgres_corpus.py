@@ -21,9 +21,9 @@ from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.committer import Committer, store_upload
-from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow, ReplacedError
 from stillroom.retrieval.store.postgresql.follower import LOOK_EVERY_S, Follower
-from stillroom.retrieval.store.postgresql.local_copy import ReplacedError, catch_up, original_folder
+from stillroom.retrieval.store.postgresql.local_copy import catch_up, original_folder
 from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
@@ -95,7 +95,7 @@ class PostgresCorpus(SqliteCorpus):
         self.check_is_there()
         documents, removed = list(documents), list(removed)
         sources = [self._own(update) for update in sources]
-        with self._database.transaction() as connection:
+        with self._noticing_removal(), self._database.transaction() as connection:
             for name, path in self._uploads(sources):
                 store_upload(connection, self._row.kb, name, path)
             committer = Committer(connection, self._row.kb, self.corpus_id)
@@ -116,19 +116,23 @@ class PostgresCorpus(SqliteCorpus):
 
     def catch_up(self, connection: Connection) -> None:
         """Bring the copy up to date; one cheap read if it is. Raises as `local_copy.catch_up`."""
-        with self._catching_up:
+        with self._catching_up, self._noticing_removal(), self._database.translating_errors():
             row = connection.execute(sql.SELECT_STATE, (self._row.kb,)).fetchone()
             if row is None or row[2] != self._shown or row[0] != self.corpus_id:
-                try:
-                    self._shown = catch_up(self._path, connection, self._row.kb, self.corpus_id)
-                except ReplacedError:
-                    self._is_replaced = True
-                    raise
+                self._shown = catch_up(self._path, connection, self._row.kb, self.corpus_id)
 
     def refresh(self) -> None:
         """Bring the copy up to date. Raises as `Database.transaction` and `catch_up`."""
         with self._database.connection() as connection:
             self.catch_up(connection)
+
+    @contextlib.contextmanager
+    def _noticing_removal(self) -> Iterator[None]:
+        try:
+            yield
+        except ReplacedError:
+            self._is_replaced = True
+            raise
 
     def _show(self, revision: int) -> None:
         """Bring the copy up to a revision of this process."""
