@@ -57,6 +57,16 @@ def test_first_burst_of_internal_errors_fires_and_resolves(tmp_path: Path) -> No
         assert not firing(tmp_path, burst, "30m", "StillroomFails")
 
 
+def test_database_that_does_not_answer_fires_and_resolves(tmp_path: Path) -> None:
+    for series in (
+        {"stillroom_database_up": "1x10 0x10 1x60"},
+        {"stillroom_database_copy_age_seconds": "1x10 90x10 1x60"},
+    ):
+        assert not firing(tmp_path, series, "9m", "StillroomDatabaseAway")
+        assert firing(tmp_path, series, "15m", "StillroomDatabaseAway")
+        assert not firing(tmp_path, series, "30m", "StillroomDatabaseAway")
+
+
 def test_lost_device_fires_and_resolves(tmp_path: Path) -> None:
     losses = {"stillroom_device_losses_total": "0x10 1x60"}
     assert not firing(tmp_path, losses, "9m", "StillroomDeviceLost")

@@ -34,6 +34,7 @@ from stillroom.rag.records import Records
 from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.language import parse_filter
 from stillroom.retrieval.ingest import AddProgress, RemoveReport
+from stillroom.retrieval.store.corpus import CopyState
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploaded_files import checked_name
 from stillroom.retrieval.uploads import UploadResult
@@ -91,7 +92,7 @@ class FakeStillroom:
         self.fails_at = ""
         self.failure: BaseException = StillroomError("the fake failed on purpose")
         self.records = Records(TraceLog(Path("nowhere") / TRACE_FILE, keep=0), lambda chunk_ids: {})
-        self.is_closed = self.is_stopped = self.is_removed = False
+        self.is_closed = self.is_stopped = self.is_removed = self.is_shared = False
         self.is_warm = self.expects_few_questions = False
         self._running: set[int] = set()
         self._lock = threading.Lock()
@@ -254,6 +255,10 @@ class FakeStillroom:
     @property
     def is_ready(self) -> bool:
         return not self.is_closed and self.is_there
+
+    @property
+    def copy_state(self) -> CopyState | None:
+        return CopyState(answers=False, age_s=12.34) if self.is_shared else None
 
     @property
     def is_there(self) -> bool:

@@ -121,6 +121,15 @@ def test_server_without_its_knowledge_base_is_not_ready_and_says_so() -> None:
     assert ready["reasons"] == ["the knowledge base was removed or replaced; restart the server"]
 
 
+def test_outage_of_the_database_is_in_healthz_and_the_server_stays_ready() -> None:
+    stillroom = FakeStillroom()
+    with serving(as_stillroom(stillroom)) as url:
+        assert "database" not in httpx.get(f"{url}/healthz").json()
+        stillroom.is_shared = True
+        assert httpx.get(f"{url}/healthz").json()["database"] == {"answers": False, "copy_age_s": 12.3}
+        assert httpx.get(f"{url}/readyz").status_code == 200
+
+
 def test_server_without_its_model_is_alive_but_not_ready() -> None:
     stillroom = FakeStillroom()
     stillroom.is_closed = True

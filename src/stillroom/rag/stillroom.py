@@ -37,6 +37,7 @@ from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.originals import Originals
 from stillroom.retrieval.reembedding import ReembedProgress, ReembedReport
+from stillroom.retrieval.store.corpus import CopyState
 from stillroom.retrieval.store.document_names import documents_like
 from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploads import UploadResult, Uploads
@@ -91,6 +92,7 @@ class Stillroom:
         if shared is None:
             metrics.watch(lambda: loader.backend.readings() if loader.backend else {})
             metrics.watch(lambda: {} if (figures := kb.indexes.list_figures) is None else figures.readings())
+            metrics.watch(lambda: {} if (state := kb.corpus.copy_state) is None else state.readings())
         metrics.watch_corpora(str(kb.path), lambda: {str(kb.path): (kb.num_documents, kb.num_chunks)})
         self._closing = Closing(self, loader, metrics, (self._traces.close, kb.close), kb.path, self.preparing.end)
         self._owner: Stillroom | None = None
@@ -528,6 +530,11 @@ class Stillroom:
     def is_there(self) -> bool:
         """Whether the knowledge base is the one that was opened: neither removed nor replaced."""
         return self._opened_kb.is_there
+
+    @property
+    def copy_state(self) -> CopyState | None:
+        """How this machine's copy of a database stands; None if the documents are in a folder."""
+        return self._opened_kb.corpus.copy_state
 
     @property
     def device_problem(self) -> str | None:

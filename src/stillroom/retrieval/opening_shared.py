@@ -26,7 +26,7 @@ from stillroom.retrieval.store.folder import CORPUS, MANIFEST
 from stillroom.retrieval.store.manifest import Manifest, load_manifest
 from stillroom.retrieval.store.postgresql.address import DatabaseAddress, make_local_folder
 from stillroom.retrieval.store.postgresql.database import Database, KnowledgeBaseRow
-from stillroom.retrieval.store.postgresql.local_copy import copied_row, prepare_copy
+from stillroom.retrieval.store.postgresql.local_copy import copied_at, copied_row, prepare_copy
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
 
 logger = logging.getLogger(__name__)
@@ -98,9 +98,14 @@ def _open_copy(folder: Path, database: Database, error: DatabaseUnavailableError
     row = copied_row(path)
     if row is None or not (folder / MANIFEST).exists():
         raise error
-    changed = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
-    logger.warning("%s. The copy in %s was last changed at %s", error, folder, changed)
-    return PostgresCorpus(path, database, row), load_manifest(folder / MANIFEST)
+    unix = copied_at(path)
+    when = (
+        "" if unix is None else f", whose last change is of {datetime.datetime.fromtimestamp(unix):%Y-%m-%d %H:%M:%S}"
+    )
+    logger.warning("%s. Searches use the copy in %s%s", error, folder, when)
+    corpus = PostgresCorpus(path, database, row)
+    corpus.note_outage()
+    return corpus, load_manifest(folder / MANIFEST)
 
 
 def _checked(manifest: Manifest) -> Manifest:

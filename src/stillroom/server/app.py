@@ -260,16 +260,18 @@ class _Api:
         stillroom = stillroom_of(request)
         num_documents = await self._workers.run(self._workers.probes, lambda: stillroom.num_documents)
         lists = stillroom.list_figures
-        tiers: dict[str, dict[str, int]] = {}
+        further: dict[str, Any] = {}
         if lists is not None:
             on_devices = {"device": lists.num_lists_on_devices} if lists.num_lists_on_devices else {}
-            tiers["index_lists"] = {**on_devices, "host": lists.num_lists_in_ram, "total": lists.num_lists}
+            further["index_lists"] = {**on_devices, "host": lists.num_lists_in_ram, "total": lists.num_lists}
+        if (state := stillroom.copy_state) is not None:
+            further["database"] = {"answers": state.answers, "copy_age_s": round(state.age_s, 1)}
         return {
             "status": "ok",
             "model": served_name(stillroom.model_name),
             "documents": num_documents,
             "kv_blocks": {"free": stillroom.num_free_blocks, "total": stillroom.num_blocks},
-            **tiers,
+            **further,
         }
 
     async def metrics(self, request: Request) -> Response:

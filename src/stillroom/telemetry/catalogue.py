@@ -286,6 +286,17 @@ INDEX_EXCHANGED = MetricSpec(
 )
 DOCUMENTS = MetricSpec("stillroom_documents", "gauge", "Documents in the knowledge bases of all tenants.")
 CHUNKS = MetricSpec("stillroom_chunks", "gauge", "Chunks in the knowledge bases of all tenants.")
+DATABASE_UP = MetricSpec(
+    "stillroom_database_up",
+    "gauge",
+    "Whether the PostgreSQL server of the knowledge base answers, as seen once a second: 1 or 0. Absent "
+    "for a knowledge base in a folder.",
+)
+COPY_AGE = MetricSpec(
+    "stillroom_database_copy_age_seconds",
+    "gauge",
+    "Seconds since this machine's copy was last known to show the database's present state.",
+)
 
 # HTTP
 

@@ -1,5 +1,6 @@
 """A knowledge base in a real PostgreSQL server: shared by machines, written by several processes, offline, restored."""
 
+import datetime
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ import pytest
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.settings import IndexConfig, StillroomConfig
+from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.errors import (
     ConfigError,
@@ -28,12 +30,14 @@ from stillroom.errors import (
 from stillroom.retrieval import knowledge_base
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.originals import Originals
+from stillroom.retrieval.store.corpus import CopyState
 from stillroom.retrieval.store.postgresql import committer, statements
 from stillroom.retrieval.store.postgresql import follower as follower_module
 from stillroom.retrieval.store.postgresql.follower import Follower
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from stillroom.retrieval.uploads import Uploads
+from stillroom.telemetry import catalogue
 from tests.crash.worker import SmallEmbedder
 from tests.retrieval.store.corpus_model import stored
 from tests.retrieval.store.test_any_corpus import open_postgres
@@ -175,7 +179,13 @@ def test_searches_go_on_without_the_server_and_changes_are_refused(
     open_on: Open, docs: Path, switch: Switch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = open_on("a", create=True)
+    corpus_of(a)._clock = clock = VirtualClock(1234567.0)
     a.add([docs])
+    clock.advance(60.0)
+    corpus_of(a).refresh()
+    assert corpus_of(a).copy_state == CopyState(answers=True, age_s=0.0)
+    clock.advance(5.0)
+    assert corpus_of(a).copy_state.readings() == {catalogue.DATABASE_UP: 1.0, catalogue.COPY_AGE: 5.0}
     switch(on=False)
     assert a.search("vault").results
     (docs / "bread.md").write_text("# Bread\n\nBake the bread.\n")
@@ -186,7 +196,9 @@ def test_searches_go_on_without_the_server_and_changes_are_refused(
     assert not list((a.path / "uploads").rglob("*.md"))
     a.close()
     again = open_on("a")
-    assert "cannot be reached" in caplog.text and "was last changed at" in caplog.text
+    assert "cannot be reached" in caplog.text
+    assert f"whose last change is of {datetime.datetime.fromtimestamp(1234567.0):%Y-%m-%d %H:%M:%S}" in caplog.text
+    assert again.corpus.copy_state is not None and not again.corpus.copy_state.answers
     assert again.search("vault").results
     with pytest.raises(DatabaseUnavailableError):
         again.add([docs])

@@ -11,6 +11,7 @@ misses, or is rebuilt from the corpus without embedding anything again.
 import contextlib
 import sqlite3
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,21 @@ from stillroom.retrieval.store.sql_rows import (
     SourceUpdate,
     StoredDocument,
 )
+from stillroom.telemetry import catalogue
+from stillroom.telemetry.catalogue import Readings
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """How a copy of a database stands."""
+
+    answers: bool
+    """Whether the database answered when it was last asked."""
+    age_s: float
+    """Seconds since the copy was last known to be up to date; before that, since it was opened."""
+
+    def readings(self) -> Readings:
+        return {catalogue.DATABASE_UP: float(self.answers), catalogue.COPY_AGE: self.age_s}
 
 
 class Corpus(Protocol):
@@ -40,6 +56,11 @@ class Corpus(Protocol):
     """Id of this corpus and its copies."""
     is_copy: bool
     """Whether reads come from this machine's copy of a database, which has the bytes of uploaded files too."""
+
+    @property
+    def copy_state(self) -> CopyState | None:
+        """How the copy stands; None if the corpus is none. Cheap."""
+        ...
 
     def close(self) -> None:
         """Idempotent."""

@@ -23,6 +23,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.filters.sql import Condition, register
 from stillroom.retrieval.store import sql_rows
+from stillroom.retrieval.store.corpus import CopyState
 from stillroom.retrieval.store.corpus_file import CorpusFile, separate_connection
 from stillroom.retrieval.store.corpus_writer import CorpusWriter, rename_documents
 from stillroom.retrieval.store.document_names import DocumentNames
@@ -70,6 +71,10 @@ class SqliteCorpus:
         except (sqlite3.Error, KnowledgeBaseError):
             self._file.close()
             raise
+
+    @property
+    def copy_state(self) -> CopyState | None:
+        return None
 
     def close(self) -> None:
         """Idempotent."""

@@ -348,6 +348,13 @@ class IndexListsReply(Reply):
     total: int
 
 
+class DatabaseReply(Reply):
+    answers: bool
+    """Whether the database answered when it was last asked, every second; searches go on without it."""
+    copy_age_s: float
+    """Seconds since this machine's copy was last known to be up to date."""
+
+
 class Health(Reply):
     """Health of the server. On a server with keys, only operators get more than the status."""
 
@@ -357,3 +364,5 @@ class Health(Reply):
     kv_blocks: Blocks | None = None
     index_lists: IndexListsReply | None = None
     """Present with `index.hot_bytes`, after the first search."""
+    database: DatabaseReply | None = None
+    """Present for a knowledge base in PostgreSQL."""

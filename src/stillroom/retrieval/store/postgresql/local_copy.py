@@ -34,6 +34,7 @@ _FETCHED_TOGETHER = 2000
 
 _CREATE = """CREATE TABLE IF NOT EXISTS copied (
     one INTEGER PRIMARY KEY CHECK (one = 0), kb INTEGER NOT NULL, revision INTEGER NOT NULL, commit_id TEXT NOT NULL)"""
+_CREATE_TIME = "CREATE TABLE IF NOT EXISTS copied_at (one INTEGER PRIMARY KEY CHECK (one = 0), unix REAL NOT NULL)"
 _SELECT_KB = "SELECT copied.kb, state.corpus_id FROM copied, state"
 _SELECT = "SELECT revision, commit_id FROM copied WHERE kb = ?"
 
@@ -68,8 +69,11 @@ def prepare_copy(path: Path, connection: Connection, kb: int, corpus_id: str) ->
         lock.release()
 
 
-def catch_up(path: Path, connection: Connection, kb: int, corpus_id: str) -> int:
+def catch_up(path: Path, connection: Connection, row: KnowledgeBaseRow, now: float) -> int:
     """Bring the copy up to date. Returns the revision that it shows.
+
+    Args:
+        now: Seconds since 1970 UTC.
 
     Raises:
         ReplacedError: The copy does not belong to the database's history.
@@ -79,7 +83,10 @@ def catch_up(path: Path, connection: Connection, kb: int, corpus_id: str) -> int
     with contextlib.closing(CorpusFile(path)) as file, file.translating_errors(), file.reading() as database:
         database.execute("BEGIN IMMEDIATE")
         try:
-            revision = _apply(database, connection, kb, corpus_id, path.parent)
+            revision, is_changed = _apply(database, connection, row, path.parent)
+            if is_changed:
+                database.execute(_CREATE_TIME)
+                database.execute("INSERT OR REPLACE INTO copied_at VALUES (0, ?)", (now,))
             database.execute("COMMIT")
         except BaseException:
             if database.in_transaction:
@@ -88,19 +95,23 @@ def catch_up(path: Path, connection: Connection, kb: int, corpus_id: str) -> int
     return revision
 
 
-def _apply(database: sqlite3.Connection, connection: Connection, kb: int, corpus_id: str, folder: Path) -> int:
+def _apply(
+    database: sqlite3.Connection, connection: Connection, row: KnowledgeBaseRow, folder: Path
+) -> tuple[int, bool]:
+    """Copy what was committed since. Returns the revision, and whether it is a new one."""
+    kb = row.kb
     known, commit_id = database.execute(_SELECT, (kb,)).fetchone() or (-1, "")
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         state = connection.execute(sql.SELECT_STATE, (kb,)).fetchone()
-        if state is None or state[0] != corpus_id or not _is_in_history(connection, kb, known, commit_id):
+        if state is None or state[0] != row.corpus_id or not _is_in_history(connection, kb, known, commit_id):
             raise ReplacedError
         _, generation, revision = state
         if revision != known:
             _Copying(database, connection, (kb, known), folder).run(generation)
-            row = connection.execute(sql.SELECT_COMMIT, (kb, revision)).fetchone()
-            database.execute("UPDATE copied SET revision = ?, commit_id = ?", (revision, row[0] if row else ""))
-    return int(revision)
+            commit = connection.execute(sql.SELECT_COMMIT, (kb, revision)).fetchone()
+            database.execute("UPDATE copied SET revision = ?, commit_id = ?", (revision, commit[0] if commit else ""))
+    return int(revision), revision != known
 
 
 class _Copying:
@@ -163,6 +174,17 @@ def copied_row(path: Path) -> KnowledgeBaseRow | None:
     except KnowledgeBaseError:
         return None
     return None if found is None else KnowledgeBaseRow(found[0], found[1], manifest="")
+
+
+def copied_at(path: Path) -> float | None:
+    """Return when the copy got its last commit, in seconds since 1970 UTC; None if it does not say."""
+    with (
+        contextlib.suppress(KnowledgeBaseError, sqlite3.Error),
+        contextlib.closing(CorpusFile(path)) as file,
+        file.reading() as database,
+    ):
+        return float(database.execute("SELECT unix FROM copied_at").fetchone()[0])
+    return None
 
 
 def original_folder(folder: Path, name: str) -> Path:

@@ -14,10 +14,12 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval.store import sql_rows
+from stillroom.retrieval.store.corpus import CopyState
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.committer import Committer, store_upload
@@ -29,6 +31,8 @@ from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 
 logger = logging.getLogger(__name__)
 
+_SYSTEM_CLOCK = SystemClock()
+
 _MACHINE = "machine-id"
 """File with the id of a local folder, under which its unfinished uploads are noted."""
 
@@ -39,7 +43,12 @@ class PostgresCorpus(SqliteCorpus):
     is_copy = True
 
     def __init__(
-        self, path: Path, database: Database, row: KnowledgeBaseRow, look_every_s: float = LOOK_EVERY_S
+        self,
+        path: Path,
+        database: Database,
+        row: KnowledgeBaseRow,
+        look_every_s: float = LOOK_EVERY_S,
+        clock: Clock = _SYSTEM_CLOCK,
     ) -> None:
         """Open the copy at `path`, which `prepare_copy` has made.
 
@@ -50,6 +59,8 @@ class PostgresCorpus(SqliteCorpus):
         self._database, self._row = database, row
         super().__init__(path)
         self._catching_up = threading.Lock()
+        self._clock = clock
+        self._caught_up_at = clock.monotonic()
         self._shown = -1
         """Revision that the copy showed last."""
         self._follower = Follower(database, row.kb, self.catch_up, look_every_s)
@@ -57,6 +68,14 @@ class PostgresCorpus(SqliteCorpus):
     def follow(self) -> None:
         """Begin to bring commits of other machines into the copy. Idempotent."""
         self._follower.begin()
+
+    def note_outage(self) -> None:
+        """Note that the server cannot be reached, and that the caller has logged it."""
+        self._follower.is_away = True
+
+    @property
+    def copy_state(self) -> CopyState:
+        return CopyState(not self._follower.is_away, self._clock.monotonic() - self._caught_up_at)
 
     def close(self) -> None:
         self._follower.end()
@@ -119,7 +138,8 @@ class PostgresCorpus(SqliteCorpus):
         with self._catching_up, self._noticing_removal(), self._database.translating_errors():
             row = connection.execute(sql.SELECT_STATE, (self._row.kb,)).fetchone()
             if row is None or row[2] != self._shown or row[0] != self.corpus_id:
-                self._shown = catch_up(self._path, connection, self._row.kb, self.corpus_id)
+                self._shown = catch_up(self._path, connection, self._row, self._clock.unix())
+            self._caught_up_at = self._clock.monotonic()
 
     def refresh(self) -> None:
         """Bring the copy up to date. Raises as `Database.transaction` and `catch_up`."""
