@@ -301,6 +301,17 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(capsys: pytest.
     ]
 
 
+def test_no_rate_is_printed_before_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = ManualClock()
+    listen = LineListener(clock.monotonic)
+
+    listen(progress(0, 2))
+    clock.advance(6)
+    listen(progress(0, 2))
+
+    assert capsys.readouterr().err == "0 of 100 files, 2 chunks\n"
+
+
 def test_bar_shows_files_chunks_and_rate() -> None:
     clock, screen = ManualClock(), io.StringIO()
     with Progress(TextColumn("{task.percentage} {task.fields[counts]}"), console=Console(file=screen)) as bar:

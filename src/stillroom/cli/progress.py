@@ -125,7 +125,7 @@ class _AddRate:
     def rate(self, progress: "AddProgress") -> str:
         """Format as `, 41 chunks/s`; empty while unknown."""
         elapsed = self._now() - self._first_at
-        if self._first is None or elapsed <= 0:
+        if self._first is None or elapsed <= 0 or progress.num_chunks == self._first.num_chunks:
             return ""
         return f", {(progress.num_chunks - self._first.num_chunks) / elapsed:,.0f} chunks/s"
 

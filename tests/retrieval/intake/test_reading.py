@@ -12,6 +12,8 @@ import pytest
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.settings import StillroomConfig
 from stillroom.retrieval.ingest import AddReport
+from stillroom.retrieval.loaders import ocr_use
+from stillroom.retrieval.loaders.ocr_use import how_to_read
 from tests.retrieval.conftest import MakeFile, OpenKb, as_anybody
 from tests.retrieval.loaders.make import image_pdf, pdf, word
 
@@ -42,8 +44,8 @@ def test_folder_of_all_formats_is_added_and_failures_have_reasons(open_kb: OpenK
     report = kb.add([docs])
     assert report.num_added == 27
     assert reasons(report) == {
-        "scan.pdf": "no text on its 1 pages (scanned?); read them by OCR: pip install 'stillroom[ocr]', then "
-        "documents.ocr = 'on' or stillroom add --ocr; or add a text layer, for example with ocrmypdf",
+        "scan.pdf": f"no text on its 1 pages (scanned?); read them by OCR: {how_to_read()}; or add a text layer, for "
+        "example with ocrmypdf",
         "secret.pdf": "protected by a password; save it without one",
         "empty.docx": "empty: it has 0 bytes",
         "old.xls": "Stillroom does not read this format; save it as .xlsx",
@@ -149,3 +151,10 @@ def test_number_of_parsing_processes_does_not_change_the_digest(open_kb: OpenKb,
         assert kb.add([docs]).num_added == 20
         digests.add(kb.digest().value)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_ocr_is_installed_only_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
+    monkeypatch.setattr(ocr_use, "find_spec", lambda name: object() if is_installed else None)
+    assert ("pip install" in how_to_read()) is not is_installed
+    assert "stillroom add --ocr" in how_to_read()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
 from stillroom.retrieval.loaders import ocr
-from stillroom.retrieval.loaders.ocr_use import HOW_TO_READ, NUM_OCR_PAGES, check_num_pages
+from stillroom.retrieval.loaders.ocr_use import NUM_OCR_PAGES, check_num_pages, how_to_read
 from stillroom.retrieval.loaders.page_lines import drop_recurring, large_lines, read_lines
 from stillroom.retrieval.loaders.picture_lines import lines_of_pages
 from stillroom.retrieval.loaders.source import File, Outline
@@ -30,7 +30,7 @@ def parse_image(file: File) -> Document:
         DocumentError: OCR is off, the file is damaged, its pictures are too large or too many, or have no text.
     """
     if file.config.ocr != "on":
-        raise DocumentError(f"{file.path}: a picture; read it by OCR: {HOW_TO_READ}")
+        raise DocumentError(f"{file.path}: a picture; read it by OCR: {how_to_read()}")
     found = {}
     for number, pixels in enumerate(_pictures(file), start=1):
         file.on_page(number)

@@ -7,12 +7,21 @@ from stillroom.retrieval.loaders.source import File
 
 NUM_OCR_PAGES = "num_ocr_pages"
 """Metadata: number of pages with text from OCR."""
-HOW_TO_READ = "pip install 'stillroom[ocr]', then documents.ocr = 'on' or stillroom add --ocr"
+
+
+def how_to_read() -> str:
+    """Return what turns OCR on, with its installation where that is missing."""
+    switch = "documents.ocr = 'on' or stillroom add --ocr"
+    return switch if _is_installed() else f"pip install 'stillroom[ocr]', then {switch}"
+
+
+def _is_installed() -> bool:
+    return find_spec("rapidocr") is not None and find_spec("onnxruntime") is not None
 
 
 def check_installed() -> None:
     """Raises ConfigError if the library is not installed."""
-    if find_spec("rapidocr") is None or find_spec("onnxruntime") is None:
+    if not _is_installed():
         raise ConfigError("documents.ocr = 'on' needs the package rapidocr: pip install 'stillroom[ocr]'")
 
 

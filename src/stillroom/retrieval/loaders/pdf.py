@@ -13,7 +13,7 @@ import pypdfium2.raw as raw
 
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError
-from stillroom.retrieval.loaders.ocr_use import HOW_TO_READ, NUM_OCR_PAGES
+from stillroom.retrieval.loaders.ocr_use import NUM_OCR_PAGES, how_to_read
 from stillroom.retrieval.loaders.office import is_placeholder
 from stillroom.retrieval.loaders.page_lines import (
     MAX_LEVELS,
@@ -79,7 +79,7 @@ def _no_text(num_pages: int, file: File) -> str:
     if file.config.ocr == "on":
         return f"no text on its {num_pages} pages, and OCR finds none"
     return (
-        f"no text on its {num_pages} pages (scanned?); read them by OCR: {HOW_TO_READ}; "
+        f"no text on its {num_pages} pages (scanned?); read them by OCR: {how_to_read()}; "
         "or add a text layer, for example with ocrmypdf"
     )
 
