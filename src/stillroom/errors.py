@@ -15,6 +15,14 @@ class ConfigError(StillroomError):
 class UsageError(StillroomError):
     """The call can never succeed as written; the message says what to change."""
 
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        """
+        Args:
+            param: the option or field that is at fault, if it is one.
+        """
+        super().__init__(message)
+        self.param = param
+
 
 class PromptTooLongError(UsageError):
     """The prompt and its answer exceed the model's context or the KV pool."""

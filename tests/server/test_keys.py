@@ -13,7 +13,8 @@ import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
 from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
-from stillroom.server.auth.guard import origins_of
+from stillroom.server.auth.cors import origins_of
+from stillroom.server.auth.guard import check_access
 from stillroom.server.auth.key_ring import KeyRing, edit_keys, load_keys, new_key
 from stillroom.server.auth.tenants import Tenants
 from tests.server.fakes import FakeStillroom, as_stillroom
@@ -260,6 +261,7 @@ def test_pages_of_allowed_origins_may_use_a_server(tmp_path: Path, has_keys: boo
         assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == CHAT
         found = client.post("/v1/search", json={"query": "keys"}, headers={"origin": CHAT, **key})
         assert found.status_code == 200 and found.headers["access-control-allow-origin"] == CHAT
+        assert {"x-request-id", "retry-after"} <= set(found.headers["access-control-expose-headers"].split(", "))
         foreign = client.options("/v1/search", headers={"origin": "https://evil.example", **PREFLIGHT})
         assert foreign.status_code == 400 and "access-control-allow-origin" not in foreign.headers
         refused = client.post("/v1/search", json={"query": "keys"}, headers={"origin": "https://evil.example"})
@@ -270,6 +272,8 @@ def test_pages_of_allowed_origins_may_use_a_server(tmp_path: Path, has_keys: boo
 def test_settings_that_are_no_origins_are_refused(origins: str) -> None:
     with pytest.raises(ConfigError, match="is no origin"):
         origins_of(origins)
+    with pytest.raises(ConfigError, match="is no origin"):  # before the server listens
+        check_access(ServerConfig(allowed_origins=origins))
 
 
 def test_keys_file_is_readable_json(tmp_path: Path) -> None:

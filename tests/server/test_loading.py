@@ -8,10 +8,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from stillroom.config.settings import ServerConfig
 from stillroom.server.app import create_app
 from stillroom.server.loading import Loading
 from stillroom.server.run import HttpServer
 from tests.server.fakes import FakeStillroom, as_stillroom, until
+
+CHAT = "https://chat.example.org"
 
 
 class Loads:
@@ -32,7 +35,7 @@ class Loads:
 
     def run(self) -> None:
         try:
-            self.server.run(self.load, self.is_ready.set)
+            self.server.run(self.load, self.is_ready.set, ServerConfig(allowed_origins=CHAT))
         except BaseException as error:
             self.raised = error
 
@@ -71,6 +74,18 @@ def test_probes_distinguish_a_loading_server_from_a_dead_one() -> None:
         assert loads.is_ready.wait(20)
         assert client.get("/readyz").json()["status"] == "ready"
         assert client.get("/healthz").json()["model"] == "fake-model"
+
+
+def test_pages_of_allowed_origins_can_read_that_the_server_is_loading() -> None:
+    with loading() as (_, client, _thread):
+        asked = {"origin": CHAT, "access-control-request-method": "POST"}
+        preflight = client.options("/v1/search", headers=asked)
+        found = client.post("/v1/search", json={"query": "keys"}, headers={"origin": CHAT})
+        foreign = client.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert (preflight.status_code, found.status_code) == (200, 503)
+    assert preflight.headers["access-control-allow-origin"] == found.headers["access-control-allow-origin"] == CHAT
+    assert "retry-after" in found.headers["access-control-expose-headers"]
+    assert "access-control-allow-origin" not in foreign.headers
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/", "/nowhere", "/healthz/"])

@@ -223,7 +223,7 @@ def test_result_of_a_call_with_text_before_it_goes_back_to_the_model(client: Ope
     [
         ({"tools": [{"type": "function"}]}, "tools: each must be"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not in tools"),
-        ({"tools": [], "tool_choice": "required"}, "no tools are called here"),
+        ({"tools": [], "tool_choice": "required"}, "the request has no tools"),
         (
             {"tools": [WEATHER], "response_format": {"type": "json_object"}},
             "response_format cannot be combined with tools",

@@ -10,7 +10,8 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.question import history_without_search
 
-_ELSEWHERE = "the tokenizer is at the server elsewhere; send texts to this server, or ask that one"
+_EMBEDDER = "send the embedder's name, from GET /v1/models, as model for the tokens of the embedder"
+_ELSEWHERE = f"the tokenizer is at the server elsewhere; send texts to this server, or ask that one, or {_EMBEDDER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class PromptTokenizer:
         Raises:
             UsageError: the prompt is empty, the model continues no prompts, or the tokenizer is at a server elsewhere.
         """
+        self._check()
         prepared = self._backend.prepare_raw(prompt)
         if adds_special:
             return self._of(prepared)
@@ -50,6 +52,7 @@ class PromptTokenizer:
         Raises:
             UsageError: the model answers from documents only, or the tokenizer is at a server elsewhere.
         """
+        self._check()
         return self._of(self._backend.prepare_chat(question, None, None, history_without_search(options)))
 
     def text_of(self, token_ids: Sequence[int], *, keeps_special: bool = False) -> str:
@@ -59,8 +62,13 @@ class PromptTokenizer:
             UsageError: there are none, the model has no such token or continues no prompts, or the tokenizer is at a
                 server elsewhere.
         """
+        self._check()
         self._backend.prepare_raw(token_ids)  # refuses unknown tokens
         return self._tokenizer.decode(token_ids, keeps_special=keeps_special)
+
+    def _check(self) -> None:
+        if self._backend.quotes:
+            raise UsageError(f"{self._backend.name} quotes documents and reads no prompts; {_EMBEDDER}")
 
     def _of(self, prepared: PreparedPrompt) -> PromptTokens:
         if not isinstance(prepared.prompt, SegmentedPrompt):

@@ -23,7 +23,8 @@ from stillroom.models.bundled_models import reader_folder
 from stillroom.rag.as_json import JsonObject, search_as_json
 from stillroom.rag.hops import OnHop
 from stillroom.server import error_replies
-from stillroom.server.auth.guard import Guard, origins_of, own_names
+from stillroom.server.auth.cors import cors_options, origins_of
+from stillroom.server.auth.guard import Guard, own_names
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import InactiveTenantCounts, Tenants, caller_of, stillroom_of
 from stillroom.server.console import routes as console
@@ -124,7 +125,7 @@ def create_app(
     origins = origins_of(config.server.allowed_origins)
     app.add_middleware(Guard, tenants=tenants, keys=keys, hosts=hosts, origins=origins)
     if origins:  # outside of the guard, because a browser's preflight has no key
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(CORSMiddleware, **cors_options(origins))
     app.add_middleware(RequestObserver, metrics=stillroom.metrics, clock=clock, routes=routes, tracing=tracing)
     stillroom.metrics.watch_corpora("tenants", InactiveTenantCounts(tenants))
     return app
@@ -217,7 +218,7 @@ class _Api:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue prompts as given, without a search. The bundled reader, which reads no prompts, cannot."""
         stillroom = stillroom_of(request)
-        check_model(body.model, [stillroom.model_name])
+        check_model(body.model, [stillroom.model_name], _not_generating(stillroom))
         found = await Completions.begin(stillroom, body)
         if body.stream:
             return AnswerEvents(found.streams, found.events(includes_usage=body.includes_usage))
@@ -238,7 +239,7 @@ class _Api:
         """Search for chunks without generating an answer."""
         stillroom = stillroom_of(request)
         if not body.query.strip():
-            raise UsageError("the query is empty; send words or a question")
+            raise UsageError("the query is empty; send words or a question", param="query")
         started = time.perf_counter()
         options = {"mode": body.mode, "top_k": body.top_k, "where": body.where or ""}
         found = await self._workers.run(None, stillroom.search, body.query, **options)
@@ -285,10 +286,11 @@ class _Api:
         """Return the function that starts `n` answers to the last user message; `calls_tools`: or calls of tools, where
         the model knows them."""
         if body.model != chat.CHAT_ALIAS:
-            check_model(body.model, [stillroom.model_name])
+            check_model(body.model, [stillroom.model_name], _not_generating(stillroom))
         conversation = read_question(body.messages)
         may_call = calls_tools and has_tools(body) and not chat.searches(body) and await stillroom.aknows_tools()
-        options = ask_options(body, conversation, tool_chat_of(body) if may_call else None)
+        tool_chat = tool_chat_of(body) if may_call else None
+        options = ask_options(body, conversation, tool_chat, calls_tools=calls_tools)
 
         def ask(on_hop: OnHop | None = None) -> "Coroutine[Any, Any, list[AsyncAnswerStream]]":
             return stillroom.astreams(conversation.question, replace(options, on_hop=on_hop), n=body.n or 1)
@@ -297,6 +299,12 @@ class _Api:
 
     def _describe(self, name: str) -> Model:
         return Model(id=served_name(name), created=self._started_at)
+
+
+def _not_generating(stillroom: "Stillroom") -> dict[str, str]:
+    reranker = stillroom.config.search.reranker
+    ranks = {reranker: "ranks texts only, at /v1/rerank"} if reranker else {}
+    return {stillroom.embedder_name: "makes embeddings only, at /v1/embeddings", **ranks}
 
 
 def _names(stillroom: "Stillroom") -> list[str]:

@@ -20,13 +20,17 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that disconnected before the reply. It is never sent; metrics count it."""
 
 STREAM_ERROR_STATUS = "failed_with"
-"""Key in the ASGI scope's state: status of the error that ended a stream after its status line was sent."""
+"""Key in the ASGI scope's state: status of the error, or disconnect, that ended a stream after its status line was
+sent."""
 
 RETRY_LATER = {"retry-after": "5"}
 """Headers of a 503 reply: seconds until the client should try again."""
 
 _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 """Types of pydantic's errors about a value that should be an object."""
+
+_UNKNOWN_FIELD = "extra_forbidden"
+"""Type of pydantic's error about a field that a body must not have; often a misspelled name of one that is missing."""
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
 """Every method that any route has."""
@@ -46,8 +50,14 @@ class Refused(Exception):
         self.param = param
 
 
-def model_not_served(model: str, served: list[str]) -> Refused:
+def model_not_served(model: str, served: list[str], does: str | None = None) -> Refused:
+    """
+    Args:
+        does: what the model does on other routes; None: there is no such model.
+    """
     message = f"the model {model!r} is not served here; this server has {', '.join(map(repr, served))}"
+    if does is not None:
+        message = f"the model {model!r} {does}; this route has {', '.join(map(repr, served))}"
     return Refused(404, "model_not_found", message, "model")
 
 
@@ -64,7 +74,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
         message = kind.public_message.format(part=getattr(error, "part", ""))
         if isinstance(error, StillroomError):
             logger.log(logging.WARNING if kind.status == 503 else logging.ERROR, "%s", error)
-    return kind.status, error_body(message, kind.type, code=kind.code)
+    return kind.status, error_body(message, kind.type, code=kind.code, param=getattr(error, "param", None))
 
 
 def error_response(error: BaseException) -> JSONResponse:
@@ -102,10 +112,13 @@ def install(app: FastAPI) -> None:
 
 
 def _invalid_request(error: RequestValidationError) -> JSONResponse:
-    first = error.errors()[0]
+    errors = error.errors()
+    first = next((one for one in errors if one["type"] == _UNKNOWN_FIELD), errors[0])
     place = first["loc"]  # begins with the part of the request; a field may have its name, as `query` has
     param = ".".join(map(str, place[1:] if place[:1] in (("body",), ("query",), ("path",)) else place))
     message = "must be a JSON object" if first["type"] in _NO_OBJECT else first["msg"].removeprefix("Value error, ")
+    if first["type"] == _UNKNOWN_FIELD:
+        message = "this route has no such field; correct its name or leave it out"
     if not param and first["type"] in (*_NO_OBJECT, "missing"):
         message = "the body must be a JSON object; send the fields of the route in one"
     body = error_body(

@@ -4,12 +4,16 @@
 probe can therefore tell a loading server from a dead one.
 """
 
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stillroom.core.clock import SystemClock
+from stillroom.server.auth.cors import cors_options
 from stillroom.server.error_replies import RETRY_LATER, error_body
 from stillroom.server.middleware import RequestObserver
 from stillroom.server.routes.health import Readiness
@@ -27,15 +31,19 @@ class Loading:
 class LoadingApp:
     """ASGI application that answers for another one until that one is loaded."""
 
-    def __init__(self, loading: Loading) -> None:
-        self.app: ASGIApp = _application(loading)
+    def __init__(self, loading: Loading, origins: Sequence[str] = ()) -> None:
+        """
+        Args:
+            origins: of other sites' pages, which may read these replies too.
+        """
+        self.app: ASGIApp = _application(loading, origins)
         """The application that answers now. Replace it on the event loop only."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
 
-def _application(loading: Loading) -> ASGIApp:
+def _application(loading: Loading, origins: Sequence[str]) -> ASGIApp:
     readiness = Readiness()
     readiness.add("model", lambda: f"loading: {loading.step}")
 
@@ -51,5 +59,7 @@ def _application(loading: Loading) -> ASGIApp:
         await JSONResponse(body, 503, RETRY_LATER)(scope, receive, send)
 
     routes = [Route("/healthz", healthz), Route("/readyz", readyz)]
-    router = Router(routes, redirect_slashes=False, default=not_yet)
-    return RequestObserver(router, Metrics(), SystemClock(), routes)
+    app: ASGIApp = Router(routes, redirect_slashes=False, default=not_yet)
+    if origins:
+        app = CORSMiddleware(app, **cors_options(origins))
+    return RequestObserver(app, Metrics(), SystemClock(), routes)

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, ServerError
 from stillroom.ops.thread_pools import short_switch_interval
+from stillroom.server.auth.cors import origins_of
 from stillroom.server.limits.connections import ConnectionLimits, protocol_of
 from stillroom.server.limits.draining import Draining
 from stillroom.server.loading import Loading, LoadingApp
@@ -64,15 +65,16 @@ class HttpServer:
             load: returns the result of `create_app`. Runs in its own thread, which is not joined if the server is
                 stopped meanwhile (`is_loading`).
             on_ready: called once the application answers.
-            settings: connection limits; None takes the defaults.
+            settings: connection limits and allowed origins; None takes the defaults.
 
         Raises:
             ServerError: another process took the port in the meantime.
             BaseException: raised by `load` or `on_ready`.
         """
+        settings = settings or ServerConfig()
         loading = Loading()
-        loading_app = LoadingApp(loading)
-        limits = ConnectionLimits.of(settings or ServerConfig())
+        loading_app = LoadingApp(loading, origins_of(settings.allowed_origins))
+        limits = ConnectionLimits.of(settings)
         config = uvicorn.Config(
             loading_app,
             http=protocol_of(limits),

@@ -8,7 +8,6 @@ against DNS rebinding, by their `Host`. An accepted request has a `caller_of(req
 import asyncio
 import ipaddress
 import logging
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stillroom.config.settings import ServerConfig
 from stillroom.errors import ConfigError, StillroomError
+from stillroom.server.auth.cors import origins_of
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.auth.tenants import (
     DEFAULT_TENANT,
@@ -38,9 +38,6 @@ OPEN_FOLDER = "/console/"
 """Need no key. The console's files and the page of the API hold no content of a knowledge base."""
 OPERATOR_PATHS: tuple[str, ...] = ("/metrics",)
 """Need an operator's key, because they cover all tenants."""
-
-
-_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?")
 
 
 class Guard:
@@ -156,22 +153,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def origins_of(setting: str) -> tuple[str, ...]:
-    """Return the origins of `server.allowed_origins`.
-
-    Raises:
-        ConfigError: one is no origin of a web page.
-    """
-    origins = tuple(one.strip() for one in setting.split(",") if one.strip())
-    for origin in origins:
-        if not _ORIGIN.fullmatch(origin):
-            raise ConfigError(
-                f"server.allowed_origins: {origin!r} is no origin; write scheme, host and port as a browser sends "
-                "them, such as https://chat.example.org or http://localhost:3000"
-            )
-    return origins
-
-
 def own_names(host: str, allowed: str) -> frozenset[str] | None:
     """Return the `Host` names that a server without keys accepts; None accepts any.
 
@@ -202,8 +183,9 @@ def check_access(config: ServerConfig) -> AccessConfig:
 
     Raises:
         ConfigError: other machines would reach a server without keys, the keys cannot be read, or all belong to
-            tenants without a folder.
+            tenants without a folder, or an allowed origin is none.
     """
+    origins_of(config.allowed_origins)
     keys = KeyRing(Path(config.keys_file)) if config.keys_file else None
     folder = Path(config.tenants_folder) if config.tenants_folder else None
     warnings: tuple[str, ...] = ()

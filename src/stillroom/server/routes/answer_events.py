@@ -160,23 +160,25 @@ class AnswerEvents(StreamingResponse):
         super().__init__(self._with_errors(events), headers=headers, media_type="text/event-stream")
         self._streams = streams
         self._as_error = as_error or as_event
-        self._failed_with: int | None = None
+        self._status: int | None = CLIENT_CLOSED_REQUEST
+        """See `STREAM_ERROR_STATUS`; None once all events were sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            scope["state"][STREAM_ERROR_STATUS] = self._failed_with
+            scope["state"][STREAM_ERROR_STATUS] = self._status
             cancel(self._streams)
 
     async def _with_errors(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
         try:
             async for event in events:
                 yield event
+            self._status = None
         except ENDINGS:
             raise
         except BaseException as error:  # the status was sent already, so the error becomes an event
-            self._failed_with, body = describe(error)
+            self._status, body = describe(error)
             if not isinstance(error, StillroomError):
                 logger.exception("streaming %s failed", self._streams[0].request_id)
             yield self._as_error(body)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 CHAT_ALIAS = "stillroom-chat"
 """Model name of the served model without a search, for clients that can set no `stillroom.search`."""
 _SYSTEM = ("system", "developer")
-_NO_TOOLS = "no tools are called: the answer comes from the documents alone"
+_NO_TOOLS = "no tools are called: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ def read_question(messages: Sequence[ChatMessage], field: str = "messages") -> C
     """
     conversation = read_messages(messages)
     if not conversation.question.strip():
-        raise UsageError(f"{field}: there is no question; the last message of the role 'user' is the question")
+        raise UsageError(
+            f"{field}: there is no question; the last message of the role 'user' is the question", param=field
+        )
     return conversation
 
 
@@ -108,31 +110,49 @@ def searches(body: ChatCompletionRequest) -> bool:
     return (body.stillroom or ChatExtension()).search and body.model != CHAT_ALIAS
 
 
+def _why_no_tools(body: ChatCompletionRequest, *, calls_tools: bool) -> str:
+    """Return why a request that asks for tools gets none.
+
+    Args:
+        calls_tools: whether its route calls tools.
+    """
+    if not calls_tools:
+        return "this route calls none; send the tools to /v1/chat/completions, in a chat without a search"
+    if searches(body):
+        return "the answer comes from the documents alone"
+    if not body.tools:
+        return "the request has no tools; older clients' functions are sent as tools"
+    return "this model has no chat template here that knows tools"
+
+
 def ask_options(
-    body: ChatCompletionRequest, conversation: Conversation, tool_chat: ToolChat | None = None
+    body: ChatCompletionRequest,
+    conversation: Conversation,
+    tool_chat: ToolChat | None = None,
+    *,
+    calls_tools: bool = True,
 ) -> AskOptions:
     """Return the options that a request sets; the configuration sets the others.
 
     Args:
         tool_chat: the conversation with its tools, if any are called.
+        calls_tools: whether the route of the request calls tools.
 
     Raises:
         UsageError: fields contradict each other.
     """
     if body.top_logprobs and not body.logprobs:
-        raise UsageError("top_logprobs needs logprobs: true")
+        raise UsageError("top_logprobs needs logprobs: true", param="top_logprobs")
     if body.needs_tool_call and tool_chat is None:
-        raise UsageError(
-            "tool_choice: no tools are called here; leave it out, or set it to 'auto' or 'none'. A model whose chat "
-            "template knows tools calls them in a chat without a search"
-        )
+        raise _no_tools_error(body, calls_tools=calls_tools)
     if tool_chat is not None:
         conversation = _without_continuation(body, conversation)
     check_continuation(body, conversation)
     if conversation.answer_start and body.response_format is not None and body.response_format.schema_to_enforce:
         raise UsageError(
             "response_format: a JSON schema is of a whole answer, and the last message has role 'assistant', so it "
-            "would be continued; end with a user message, or leave response_format out"
+            "would be continued; end with a user message, or leave response_format out",
+            param="response_format",
         )
     extension = body.stillroom or ChatExtension()
     return replace(
@@ -151,6 +171,17 @@ def ask_options(
     )
 
 
+def _no_tools_error(body: ChatCompletionRequest, *, calls_tools: bool) -> UsageError:
+    name = "function_call" if body.tool_choice is None else "tool_choice"
+    reason = _why_no_tools(body, calls_tools=calls_tools)
+    elsewhere = ". A model whose chat template knows tools calls them in a chat without a search"
+    return UsageError(
+        f"{name}: {_NO_TOOLS.format(reason=reason)}; leave it out, or set it to 'auto' or 'none'"
+        f"{elsewhere if calls_tools and searches(body) else ''}",
+        param=name,
+    )
+
+
 def _without_continuation(body: ChatCompletionRequest, conversation: Conversation) -> Conversation:
     """Return a conversation with tools without what stands before a call, which is in the messages of the tool chat.
 
@@ -160,7 +191,8 @@ def _without_continuation(body: ChatCompletionRequest, conversation: Conversatio
     if conversation.answer_start and body.messages[-1].role == "assistant":
         raise UsageError(
             "messages: the last one has role 'assistant', so it would be continued, which cannot be combined with "
-            "tools or their calls; end with a user message or a result, or leave the tools out"
+            "tools or their calls; end with a user message or a result, or leave the tools out",
+            param="messages",
         )
     return replace(conversation, answer_start="")
 
@@ -180,11 +212,13 @@ def check_continuation(body: ChatCompletionRequest | TokenizeRequest, conversati
     if conversation.answer_start and is_refused:
         raise UsageError(
             "messages: the last one has role 'assistant', so it is continued; set continue_final_message to true and "
-            "add_generation_prompt to false, or end with a user message"
+            "add_generation_prompt to false, or end with a user message",
+            param="messages",
         )
     if body.continue_final_message and not conversation.answer_start:
         raise UsageError(
-            "continue_final_message: the last message must have role 'assistant' and text; add one, or leave it out"
+            "continue_final_message: the last message must have role 'assistant' and text; add one, or leave it out",
+            param="continue_final_message",
         )
     if body.continue_final_message and body.add_generation_prompt:
         raise UsageError("continue_final_message and add_generation_prompt exclude each other; set only one to true")
@@ -201,14 +235,18 @@ def events_link_to(body: ChatCompletionRequest, config: ServerConfig, address: s
     return config.public_url or address if is_wanted else None
 
 
-def as_sent(answer: Answer, body: ChatCompletionRequest, form: CallFormat | None = None) -> Answer:
+def as_sent(
+    answer: Answer, body: ChatCompletionRequest, form: CallFormat | None = None, *, calls_tools: bool = True
+) -> Answer:
     """Return the answer with the document ids that clients see, and a warning of what the request asked in vain.
 
     Args:
         form: how it writes calls; None: no tool may be called.
+        calls_tools: whether the route of the request calls tools.
     """
-    asks_in_vain = (body.tools or body.functions) and form is None and body.tool_choice != "none"
-    warnings = (*answer.warnings, _NO_TOOLS) if asks_in_vain else answer.warnings
+    warnings = answer.warnings
+    if (body.tools or body.functions) and form is None and body.tool_choice != "none":
+        warnings = (*warnings, _NO_TOOLS.format(reason=_why_no_tools(body, calls_tools=calls_tools)))
     return replace(public_answer(answer), warnings=warnings)
 
 

@@ -1,6 +1,7 @@
 """Names of models in requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from stillroom.models.bundled_models import full_name
 from stillroom.server.error_replies import model_not_served
@@ -10,11 +11,20 @@ ALIAS = "stillroom"
 """Model name that clients may use for whichever model is served."""
 
 
-def check_model(model: str | None, served: Sequence[str]) -> None:
-    """Raises Refused: the request names another model than those served."""
+def check_model(model: str | None, served: Sequence[str], others: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Check that a request names no other model than those served.
+
+    Args:
+        others: models that other routes have -> what they do.
+
+    Raises:
+        Refused: it does.
+    """
+    if is_named(model, served):
+        return
     names = [served_name(name) for name in served]
-    if not is_named(model, served):
-        raise model_not_served(str(model), names)
+    does = next((does for name, does in others.items() if is_exactly(model, [name])), None)
+    raise model_not_served(str(model), names, does)
 
 
 def is_named(model: str | None, served: Sequence[str]) -> bool:

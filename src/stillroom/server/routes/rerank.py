@@ -36,7 +36,7 @@ def reranked(stillroom: "Stillroom", body: RerankRequest, path: str) -> RerankRe
         ModelError: the reranker cannot be loaded.
     """
     if not body.query.strip():
-        raise UsageError("the query is empty; send words or a question")
+        raise UsageError("the query is empty; send words or a question", param="query")
     texts = body.texts
     scores = stillroom.rerank(body.query, texts)
     results = [

@@ -69,7 +69,7 @@ class Responses:
 
     def whole(self, answer: Answer) -> ResponseReply:
         """Return the complete response."""
-        answer = as_sent(answer, self._asked)
+        answer = as_sent(answer, self._asked, calls_tools=False)
         usage = usage_of([answer], 1)
         is_cut = answer.finish_reason == "length"
         return ResponseReply(

@@ -74,7 +74,7 @@ class TokenRoutes:
         check_model(body.model, [stillroom.embedder_name])
         texts = await self._texts(stillroom, body)
         if not all(text.strip() for text in texts):
-            raise UsageError("input holds an empty text; every text needs at least one word")
+            raise UsageError("input holds an empty text; every text needs at least one word", param="input")
         vectors = await self._workers.run(self._workers.embeddings, stillroom.embed, texts)
         name = stillroom.embedder_name  # read now: another process may have changed it before this request
         vectors = _shortened(vectors, body.dimensions, served_name(name))
@@ -95,7 +95,8 @@ class TokenRoutes:
         if body.add_generation_prompt is False and not conversation.answer_start:
             raise UsageError(
                 "add_generation_prompt: false needs a last message with role 'assistant'; leave it out: an answer "
-                "always follows the other messages"
+                "always follows the other messages",
+                param="add_generation_prompt",
             )
         options = conversation_options(conversation)
         return _tokenization(await self._workers.run(None, tokenizer.tokens_of_chat, conversation.question, options))
@@ -125,7 +126,7 @@ def _means_embedder(model: str | None, stillroom: "Stillroom") -> bool:
 
 def _embedder_tokens(stillroom: "Stillroom", body: TokenizeRequest) -> Tokenization:
     if body.prompt is None:
-        raise UsageError("an embedder reads no messages; send prompt")
+        raise UsageError("an embedder reads no messages; send prompt", param="messages")
     embedder = stillroom.embedder
     ids = embedder.token_ids(body.prompt, adds_special=body.add_special_tokens is not False)
     names = [embedder.tokenizer.id_to_token(one) or "" for one in ids]
@@ -151,7 +152,10 @@ def _shortened(vectors: "NDArray[np.float32]", dimensions: int | None, name: str
     if dimensions is None or dimensions == most:
         return vectors
     if dimensions > most:
-        raise UsageError(f"dimensions={dimensions}, but {name!r} has {most}; ask for at most {most}, or leave it out")
+        raise UsageError(
+            f"dimensions={dimensions}, but {name!r} has {most}; ask for at most {most}, or leave it out",
+            param="dimensions",
+        )
     head = vectors[:, :dimensions]
     lengths = np.linalg.norm(head, axis=1, keepdims=True)
     shortened: NDArray[np.float32] = head / np.maximum(lengths, np.finfo(np.float32).tiny)

@@ -36,18 +36,24 @@ def tool_chat_of(body: ChatCompletionRequest) -> ToolChat:
         UsageError: a tool, a call or `tool_choice` has another form than OpenAI's.
     """
     if body.response_format is not None and body.response_format.schema_to_enforce is not None:
-        raise UsageError("response_format cannot be combined with tools or their calls; leave one of them out")
+        raise UsageError(
+            "response_format cannot be combined with tools or their calls; leave one of them out",
+            param="response_format",
+        )
     tools = _tools(body.tools or ())
     choice = body.tool_choice
     if isinstance(choice, dict):
         name = _named(choice)
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
         if not tools:
-            raise UsageError(f"tool_choice names {str(name)[:60]!r}, which is not in tools; add it, or name another")
+            raise UsageError(
+                f"tool_choice names {str(name)[:60]!r}, which is not in tools; add it, or name another",
+                param="tool_choice",
+            )
     elif choice == "none":
         tools = ()
     elif choice == "required" and not tools:
-        raise UsageError("tool_choice: 'required' needs tools; send some")
+        raise UsageError("tool_choice: 'required' needs tools; send some", param="tool_choice")
     _check_results(body.messages)
     messages = tuple(_message(one) for one in body.messages)
     return ToolChat(messages, tools, is_call_demanded=bool(tools) and body.needs_tool_call)
@@ -57,7 +63,7 @@ def _tools(given: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     tools = tuple(_tool(one) for one in given)
     name, number = Counter(tool["function"]["name"] for tool in tools).most_common(1)[0] if tools else ("", 0)
     if number > 1:
-        raise UsageError(f"tools: {number} have the name {name!r}; give each its own")
+        raise UsageError(f"tools: {number} have the name {name!r}; give each its own", param="tools")
     return tools
 
 
@@ -65,14 +71,16 @@ def _tool(given: Any) -> Mapping[str, Any]:
     function = given.get("function") if isinstance(given, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
-        raise UsageError(f"tools: each must be {_FORM}")
+        raise UsageError(f"tools: each must be {_FORM}", param="tools")
     if not _TOOL_NAME.fullmatch(name):
-        raise UsageError(f"tools: the name {name[:80]!r} must have 1 to 64 letters, digits, '_' or '-'")
+        raise UsageError(f"tools: the name {name[:80]!r} must have 1 to 64 letters, digits, '_' or '-'", param="tools")
     parameters = function.get("parameters")
     if parameters is None or parameters == {}:
         parameters = NO_PARAMETERS
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise UsageError(f'tools: the parameters of {name!r} must be a JSON schema with "type": "object"')
+        raise UsageError(
+            f'tools: the parameters of {name!r} must be a JSON schema with "type": "object"', param="tools"
+        )
     about = function.get("description")
     shown = {"name": name, "description": about if isinstance(about, str) else ""}
     return {"type": "function", "function": {**shown, "parameters": {"type": "object", **parameters}}}
@@ -87,7 +95,8 @@ def _check_results(messages: Sequence[ChatMessage]) -> None:
         if message.role == "tool" and called not in known:
             raise UsageError(
                 f"messages: no call before the result has the id {called[:60]!r}; send the assistant message with the "
-                "call too, and its id as tool_call_id"
+                "call too, and its id as tool_call_id",
+                param="messages",
             )
 
 
@@ -95,7 +104,8 @@ def _named(choice: Mapping[str, Any]) -> Any:
     function = choice.get("function")
     if not isinstance(function, dict):
         raise UsageError(
-            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
         )
     return function.get("name")
 
@@ -121,7 +131,8 @@ def _call(given: Any) -> Mapping[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise UsageError(
             'messages: a tool call must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": '
-            '"{...}"}}, as it was returned'
+            '"{...}"}}, as it was returned',
+            param="messages",
         ) from None
     return {"type": "function", "id": str(given.get("id", "")), "function": named}
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from stillroom.config.settings import SearchMode
+from stillroom.errors import FilterError
 from stillroom.rag.hops import MAX_HOPS
-from stillroom.retrieval.filters.language import MAX_CHARS
+from stillroom.retrieval.filters.language import MAX_CHARS, parse_filter
 
 MAX_EMBEDDING_INPUTS = 2048
 """Most texts in one request for embeddings; OpenAI's own limit."""
@@ -51,6 +52,15 @@ def _is_prompt(value: object) -> str | list[int]:
     if isinstance(value, list) and value and all(type(one) is int and 0 <= one < 2**31 for one in value):
         return value
     raise ValueError("must be a non-empty text or a non-empty list of token ids")
+
+
+def _is_filter(text: str) -> str:
+    if text.strip():
+        try:
+            parse_filter(text)
+        except FilterError as error:
+            raise ValueError(str(error)) from None
+    return text
 
 
 def _is_max_tokens(value: int) -> int:
@@ -163,7 +173,7 @@ class SearchOptions(Body):
 
     top_k: TopK | None = None
     mode: SearchMode | None = None
-    where: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
+    where: Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(_is_filter)] | None = None
     """A filter (docs/filters.md); blank or null allows every document."""
 
 
@@ -316,7 +326,8 @@ class ChatCompletionRequest(GenerationRequest):
 
 class EmbeddingRequest(Body):
     input: EmbeddingInputs
-    """A text, a list of the embedder's token ids, or a list of either."""
+    """A text, a list of the embedder's token ids, or a list of either. Ids of another tokenizer often pass
+    unnoticed and give the vector of an unrelated text."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None

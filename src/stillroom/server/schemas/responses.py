@@ -146,16 +146,6 @@ class ResponsesRequest(SamplingRequest):
     user: str | None = None
     stillroom: ChatExtension | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _knows_all_fields(cls, body: Any) -> Any:
-        unknown = (
-            next((name for name in body if name not in cls.model_fields), None) if isinstance(body, dict) else None
-        )
-        if unknown is not None:
-            raise ValueError(f"the field {str(unknown)[:40]!r} is not supported by this route; leave it out")
-        return body
-
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
         if "message.output_text.logprobs" in (self.include or ()):
