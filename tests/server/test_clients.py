@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from stillroom.rag.answer import Citation, Support
 from tests.server.fakes import FakeStillroom, as_stillroom
 from tests.server.harness import serving
 
@@ -48,6 +49,32 @@ def test_langchain_chat_stream_and_conversation(url: str, stillroom: FakeStillro
     question, options = stillroom.asked[-1]
     assert (question, options.system) == ("And how often?", "Be brief.")
     assert [(one.question, one.answer) for one in options.history] == [(QUESTION, QUESTION)]
+
+
+def test_langchain_keeps_the_citations_of_responses_but_not_of_chat_completions(
+    url: str, stillroom: FakeStillroom
+) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    places = (3, 9, 0, 0, "Rotate keys", 0, 11, 0, len(QUESTION))
+    stillroom.citations = (Citation(1, "docs/keys.md", "c1", "Rotation", *places, True, Support.SUPPORTED),)
+    common = {"model": "stillroom", "base_url": f"{url}/v1", "api_key": "unused", "max_retries": 0}
+    chat = langchain_openai.ChatOpenAI(**common)
+    responses = langchain_openai.ChatOpenAI(use_responses_api=True, output_version="responses/v1", **common)
+
+    bare = chat.invoke(QUESTION)  # http.md says that it keeps no sources: no longer true if this fails
+    assert "annotations" not in repr(bare) and "stillroom" not in bare.response_metadata
+
+    whole = responses.invoke(QUESTION)
+    streamed = None
+    for chunk in responses.stream(QUESTION):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed is not None
+    for answer in (whole, streamed):
+        assert answer.text == QUESTION
+        [found] = [one for block in answer.content for one in block.get("annotations", ())]
+        assert (found["type"], found["title"]) == ("url_citation", "Rotation")
+        assert found["url"].startswith("/v1/documents/docs/keys.md/content")
+        assert answer.response_metadata["id"].removeprefix("resp_").startswith("req-")
 
 
 def test_langchain_embeddings_and_retriever(url: str, stillroom: FakeStillroom) -> None:

@@ -131,7 +131,8 @@ class Embedder:
     def text_of_exactly(self, token_ids: Sequence[int]) -> str:
         """Decode tokens to a text of which the tokenizer makes these tokens, apart from special ones.
 
-        Tokens of another model's tokenizer are numbers too, and their text would be meaningless.
+        Refuses tokens that no text has. It does not tell whose tokens they are: lists of another model's tokens often
+        have a text too, and it is meaningless.
 
         Raises:
             UsageError: there is no such text.
