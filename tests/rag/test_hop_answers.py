@@ -195,3 +195,14 @@ def test_server_elsewhere_answers_between_hops(decoder: Stillroom) -> None:
 )
 def test_next_question_is_read_from_json(text: str, question: str | None) -> None:
     assert hop_reading.next_question_of(text) == question
+
+
+def test_next_question_has_the_whole_name_of_which_the_reader_marked_a_part(tmp_path: Path) -> None:
+    (tmp_path / "kettle.md").write_text("The Zephyr kettle is made by Brandt Works in Ulm.", encoding="utf-8")
+    (tmp_path / "founder.md").write_text("Ilse Brandt founded Brandt Works in 1931 and led it.", encoding="utf-8")
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(tmp_path / "kettle.md", tmp_path / "founder.md")
+        asked = AskOptions(hops=2, top_k=1)
+        answer = stillroom.ask("Who founded the company that makes the Zephyr kettle?", asked)
+    assert answer.hops[1].question == "Who founded the company that makes Brandt Works?"
+    assert answer.text.startswith("Ilse Brandt founded Brandt Works")

@@ -39,6 +39,32 @@ def follow_up(question: str, sentence: str, found: str) -> str | None:
     return question[: words[first].start()] + found + question[words[end - 1].end() :]
 
 
+def whole_name(sentence: str, start: int, end: int) -> str:
+    """Return the characters [start, end) of a sentence with the rest of the name that they are a part of.
+
+    A name is a run of words that begin with a capital letter, with blanks between them. A word such as `In`, without
+    meaning of its own, begins none. What begins or ends in the middle of a word is not a part of a name.
+    """
+    words = list(_WORD.finditer(sentence))
+
+    def is_named(index: int) -> bool:
+        word = words[index].group()
+        return word[0].isupper() and bool(terms_of(word).words)
+
+    def are_adjacent(first: int) -> bool:
+        between = sentence[words[first].end() : words[first + 1].start()]
+        return between.isspace() and is_named(first) and is_named(first + 1)
+
+    first = next((at for at, word in enumerate(words) if word.start() == start), None)
+    last = next((at for at, word in enumerate(words) if word.end() == end), None)
+    while first is not None and first > 0 and are_adjacent(first - 1):
+        first -= 1
+    while last is not None and last + 1 < len(words) and are_adjacent(last):
+        last += 1
+    start = start if first is None else words[first].start()
+    return sentence[start : end if last is None else words[last].end()]
+
+
 def _kinds(words: list[str], sentence: str) -> str:
     """Return a letter for each word of a question: explained by the sentence, open, or without meaning of its own."""
     known = terms_of(sentence).words

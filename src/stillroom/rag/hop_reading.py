@@ -23,7 +23,7 @@ from stillroom.errors import UsageError
 from stillroom.rag.answer import Answer, AskOptions, SpeculationOutcome, SpeculationReport
 from stillroom.rag.answer_collector import AnswerCollector, AnswerStart
 from stillroom.rag.citations import says_nothing
-from stillroom.rag.follow_up import follow_up
+from stillroom.rag.follow_up import follow_up, whole_name
 from stillroom.rag.hops import Hop, Reading, Search, hops
 from stillroom.rag.markers import statements
 from stillroom.rag.question import Asked, stop_strings
@@ -147,7 +147,7 @@ class HopSearch:
         if self.by == "model":
             return Reading(next_question_of(answer.text))
         if best is not None:
-            found = best.text[slice(*best.highlight)]
+            found = whole_name(best.text, *best.highlight)
             return Reading(follow_up(question, best.text, found), found, is_sure=not says_nothing(answer.text))
         found_text = short_answer(answer)
         return Reading(found_text and f"{self.asked.question}\n{found_text}", found_text)
