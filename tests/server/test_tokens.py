@@ -117,7 +117,7 @@ def test_reader_has_no_tokens_and_says_what_to_do(tmp_path: Path) -> None:
         ):
             error = httpx.post(f"{url}/{path}", json=fields, timeout=60)
             assert error.status_code == 400
-            assert "reads no prompts; send the embedder's name" in error.json()["error"]["message"]
+            assert "; send the embedder's name" in error.json()["error"]["message"]
         named = {"prompt": "a", "model": reader.config.embedder.model}
         assert httpx.post(f"{url}/tokenize", json=named, timeout=60).json()["count"] == 3
 

@@ -68,7 +68,10 @@ class PromptTokenizer:
 
     def _check(self) -> None:
         if self._backend.quotes:
-            raise UsageError(f"{self._backend.name} quotes documents and reads no prompts; {_EMBEDDER}")
+            raise UsageError(
+                f"{self._backend.name} quotes documents and cannot continue a prompt; {_EMBEDDER}, or use a model that "
+                "generates text: --model with a checkpoint's folder or a hub name"
+            )
 
     def _of(self, prepared: PreparedPrompt) -> PromptTokens:
         if not isinstance(prepared.prompt, SegmentedPrompt):
