@@ -312,3 +312,22 @@ def test_fingerprint_ignores_max_model_len_and_depends_on_activations(folder: Pa
     names = {fingerprint_of(folder, other)}
     other.activation_dtype = torch.bfloat16  # as on a device other than a CPU
     assert fingerprint_of(folder, other) not in names
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "an encoder reads text"),
+        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, "an encoder reads text"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "cross attention"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification does not generate"),
+    ],
+)
+def test_models_that_do_not_generate_are_refused_before_weights_are_read(
+    folder: Path, config: dict[str, Any], reason: str
+) -> None:
+    edit(folder, **config)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=reason) as raised:
+        load_model(str(folder), device="cpu")
+    assert "give --model (runtime.model) a model that generates" in str(raised.value)

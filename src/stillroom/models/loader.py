@@ -15,6 +15,7 @@ from stillroom.models.causal_model import CausalModel
 from stillroom.models.checkpoint import WeightFiles, read_json, resolve
 from stillroom.models.decoder import Decoder
 from stillroom.models.device import torch_device
+from stillroom.models.generating import check_generates
 from stillroom.models.mixture_of_experts import GatedMlp
 from stillroom.models.quantised_files import WidenedFiles, open_weights, quantisation_of
 from stillroom.models.spec import AGAIN, ModelSpec, spec_from_config
@@ -56,17 +57,24 @@ def load_model(
 
     Raises:
         ModelNotFoundError: the checkpoint or one of its files is missing.
-        UnsupportedModelError: it is a reader, or its architecture or one of its features is not implemented.
+        UnsupportedModelError: it is a reader, it does not generate text, or its architecture or one of its features is
+            not implemented.
         ModelError: its files are damaged or disagree with each other.
         ConfigError: there is no such device.
     """
-    folder = resolve(model, quantisation_of)
-    quantisation_of(folder)
+    folder = resolve(model, _check_config)
+    _check_config(folder)
     _own_spec(read_json(folder, "config.json"), max_model_len)  # checked before the tokenizer's library reads it
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     fingerprint = fingerprint_of(folder, decoder, weights)
     return LoadedModel(short_name(model), decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
+
+
+def _check_config(folder: Path) -> None:
+    """Raise an error for what config.json alone shows: no weights are needed."""
+    check_generates(read_json(folder, "config.json"))
+    quantisation_of(folder)
 
 
 def fingerprint_of(folder: Path, decoder: CausalModel, weights: Weights = "checkpoint") -> bytes:
@@ -181,7 +189,9 @@ class _Reader:
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self.files.get(name)
         if tensor.shape != shape:
-            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, config.json implies {shape}")
+            raise ModelError(
+                f"{self.files.folder}: {name} has shape {tuple(tensor.shape)}, but config.json implies {shape}; {AGAIN}"
+            )
         return tensor
 
     def norm(self, name: str, size: int) -> torch.Tensor:
