@@ -53,7 +53,7 @@ def test_documents_are_texts_or_objects_and_returned_on_request(client: httpx.Cl
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"query": " "}, None),
+        ({"query": " "}, "query"),
         ({"query": None}, "query"),
         ({"documents": []}, "documents"),
         ({"documents": ["x"] * 1001}, "documents"),

@@ -11,7 +11,7 @@ import torch
 from stillroom.backends.tier_opening import open_tier
 from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig
 from stillroom.core.clock import Clock
-from stillroom.core.kv import FULL_BITS, Tier
+from stillroom.core.kv import FULL_BITS, OWN_TIERS, Tier
 from stillroom.engine.audit import Audit, AuditStats
 from stillroom.errors import ConfigError
 from stillroom.kvcache.blocks.block_pool import BlockPool
@@ -86,8 +86,8 @@ class KVCache:
             catalogue.KV_PLACED_TOKENS: stats.placed_tokens,
             catalogue.KV_PREPARED_TOKENS: stats.prepared_tokens,
             catalogue.PREPARED: stats.prepared,
-            catalogue.KV_IN_DOCUMENT: {tier.label: tree.tiers.in_document(tier)[0] for tier in Tier},
-            catalogue.KV_IN_DOCUMENT_BYTES: {tier.label: tree.tiers.in_document(tier)[1] for tier in Tier},
+            catalogue.KV_IN_DOCUMENT: {tier.label: tree.tiers.in_document(tier)[0] for tier in OWN_TIERS},
+            catalogue.KV_IN_DOCUMENT_BYTES: {tier.label: tree.tiers.in_document(tier)[1] for tier in OWN_TIERS},
             catalogue.KV_UNUSED_BYTES: {tier.label: tree.num_unused_bytes(tier) for tier in Tier},
             catalogue.KV_REPAIRED_TOKENS: stats.recomputed_tokens,
             catalogue.KV_PLACED_OVERLAP: stats.placed_overlap,
