@@ -120,6 +120,25 @@ def test_indexes_and_copy_are_kept_on_a_machine(open_on: Open, docs: Path, monke
     assert not again.indexes.needs_write()
 
 
+def test_indexes_that_are_older_than_the_copy_are_no_findings(open_on: Open, docs: Path, database: str) -> None:
+    a, b = open_on("a", create=True), open_on("b")
+    a.add([docs])
+    corpus_of(b).refresh()
+    b.indexes.write()
+    (docs / "bread.md").write_text("# Bread\n\nBake the bread.\n")
+    a.add([docs])
+    corpus_of(b).refresh()
+    assert not b.verify().findings, "behind"
+    _execute(database, "UPDATE stillroom.commits SET commit_id = 'other'")  # as after a restore and other commits
+    a.close()
+    again = open_on("a")
+    assert again.corpus.commit_id(again.corpus.generation) == "other", "the copy was made again"
+    assert not again.verify().findings, "of another state"
+    path = again.path / "dense.npz"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert [one.part for one in again.verify().findings] == ["dense"]
+
+
 def test_opening_needs_a_knowledge_base(open_on: Open) -> None:
     with pytest.raises(KnowledgeBaseNotFoundError, match="stillroom add PATH --kb 'postgresql://"):
         open_on("a")

@@ -237,6 +237,11 @@ class Bm25Index:
         """Whether the folder exists, usable or not."""
         return self._folder.exists()
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the state file can be read, of whatever corpus and state it is."""
+        return bool(self._read_state())
+
     def ids(self) -> NDArray[np.int64]:
         """Return the chunk ids [n] of all entries."""
         with self._reading() as searcher:

@@ -94,6 +94,18 @@ class DenseStore:
         """Whether the file is usable but will be rewritten in another form. Precondition: `current` was called."""
         return self._saved_generation == -1 and self.generation > 0 and not self._damaged
 
+    def is_readable(self) -> bool:
+        """Whether a file exists and its checksums are right, of whatever corpus and state it is. Reads it whole."""
+        if self._damaged:
+            return False
+        try:
+            load_arrays(self._arrays_path)
+        except FileNotFoundError:
+            return self._lists_path.exists()  # its lists are checked when they are read
+        except CorruptKnowledgeBaseError:
+            return False
+        return True
+
     def rebuild(self) -> None:
         """Remove the files; the next `current` builds the index from the corpus. Needs the write lock."""
         for path in (self._arrays_path, self._lists_path):

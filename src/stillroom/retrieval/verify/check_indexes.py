@@ -48,6 +48,8 @@ def check_dense(
 def check_sparse(sparse: Bm25Index, corpus: Corpus, step: StepCounter) -> Iterator[Finding]:
     """Compare a freshly opened sparse index with the corpus."""
     if sparse.generation != corpus.generation:
+        if corpus.is_copy and sparse.has_state:
+            return  # of an earlier state of the copy; the next search updates it
         yield _out_of_step("sparse", sparse.folder, sparse.exists_on_disk, sparse.generation, corpus.generation)
         return
     damaged = sparse.damaged_files()
@@ -107,6 +109,8 @@ def _check_dense_state(store: DenseStore | CollectionStore, folder: Path, corpus
     if store.needs_conversion or store.saved_generation == corpus.generation:
         return
     exists_on_disk = any((folder / name).exists() for name in DENSE_FILES)
+    if corpus.is_copy and exists_on_disk and store.is_readable():
+        return  # of an earlier state of the copy; its content is compared as the next search updates it
     yield _out_of_step("dense", folder, exists_on_disk, store.saved_generation, corpus.generation)
 
 
