@@ -248,7 +248,7 @@ class DeviceStore:
         self._carry_out(copy)
 
     def compile_placing(self) -> None:
-        """Compile what `place` calls: seconds, once per installation, for which no question waits."""
+        """Compile what `place` calls: seconds, once for each type of KV, for which no question waits."""
         if self.is_on_host and self._has_kernels:
             no_turns = torch.empty(self.shape.num_layers, 0, self.shape.head_dim // 2)
             self.place(self, (), (), (no_turns, no_turns))

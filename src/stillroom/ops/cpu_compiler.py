@@ -1,7 +1,8 @@
 """Compiles the kernels of `ops/cpu_*.py` with numba, and gives them access to the bits of a float32.
 
-Compiled code is cached on disk if possible, so only the first process on a machine waits for the compiler. The cache is
-invalidated when any of these files changes; numba itself checks only the file of a kernel, not those that it calls.
+Compiled code is cached on disk if possible, so only the first process on a machine waits for the compiler. Each kernel
+is compiled once for each combination of types (of weights, KV and activations), not for each model or shape. The cache
+is invalidated when any of these files changes; numba itself checks only the file of a kernel, not those that it calls.
 """
 
 import logging
@@ -37,28 +38,40 @@ logger = logging.getLogger(__name__)
 
 
 class CompilerNotice(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Says once that kernels are being compiled, when that has taken more than a second."""
+    """Says that kernels are being compiled, when that has taken more than a second, and then how many are ready."""
 
     _TOLD_AFTER_SECONDS = 1.0
+    _SECONDS_BETWEEN_LINES = 5.0
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._begun: list[float] = []
         self._seconds = 0.0
-        self._is_told = False
+        self._num_ready = 0
+        self._told_at: float | None = None
 
     def on_start(self, compiling: Any) -> None:
+        began = self._now()
         if not self._begun:  # kernels that a kernel calls are compiled within it
             logger.debug("compiling %s", compiling.data["dispatcher"].py_func.__name__)
-        self._begun.append(self._now())
-        if self._seconds > self._TOLD_AFTER_SECONDS and not self._is_told:
-            self._is_told = True
-            logger.warning("compiling kernels for this processor, once per installation; this may take a minute")
+        self._begun.append(began)
+        if self._seconds > self._TOLD_AFTER_SECONDS and self._told_at is None:
+            self._told_at = began
+            logger.warning(
+                "compiling kernels for this processor, once for each type of weights: up to eight, half a minute of "
+                "one core or more"
+            )
 
-    def on_end(self, _event: Any) -> None:
-        began = self._begun.pop()
-        if not self._begun:
-            self._seconds += self._now() - began
+    def on_end(self, compiled: Any) -> None:
+        began, ended = self._begun.pop(), self._now()
+        if self._begun:
+            return
+        self._seconds += ended - began
+        self._num_ready += 1
+        if self._told_at is not None and ended - self._told_at >= self._SECONDS_BETWEEN_LINES:
+            self._told_at = ended
+            name = compiled.data["dispatcher"].py_func.__name__
+            logger.warning("%d kernels are compiled, the last is %s (%.0f s)", self._num_ready, name, self._seconds)
 
 
 event.register("numba:compile", CompilerNotice())
