@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from stillroom.cli.progress import BarListener, LineListener
+from stillroom.cli.progress import BarListener, CountLines, LineListener
 from stillroom.core.ids import DocumentId
 from stillroom.errors import (
     IndexUnavailableError,
@@ -310,6 +310,25 @@ def test_no_rate_is_printed_before_it_is_known(capsys: pytest.CaptureFixture[str
     listen(progress(0, 2))
 
     assert capsys.readouterr().err == "0 of 100 files, 2 chunks\n"
+
+
+def test_counts_without_a_terminal_have_a_rate_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = ManualClock()
+    listen = CountLines("embedding chunks", clock.monotonic)
+
+    listen(40, 125)  # an interrupted run before this one
+    clock.advance(20)  # the model loads
+    listen(41, 125)
+    clock.advance(10)
+    listen(61, 125)
+    clock.advance(32)
+    listen(125, 125)
+
+    assert capsys.readouterr().err.splitlines() == [
+        "embedding chunks: 41 of 125",
+        "embedding chunks: 61 of 125, 2/s, about 32 s left",
+        "embedding chunks: 125 of 125",
+    ]
 
 
 def test_bar_shows_files_chunks_and_rate() -> None:

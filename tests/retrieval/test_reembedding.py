@@ -4,12 +4,14 @@ knowledge base."""
 import contextlib
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from stillroom.config.settings import EmbedderConfig, IndexConfig, QdrantConfig, StillroomConfig
 from stillroom.core.cancellation import Cancellation
@@ -103,6 +105,26 @@ def test_result_is_that_of_a_new_knowledge_base(
         tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     database.close()
     assert not tables & {"next_vectors", "old_vectors"}
+
+
+class TenAtOnce(SmallEmbedder):
+    """Reports each batch of ten texts, as a real embedder does."""
+
+    def _embed(self, texts: Sequence[str], kind: str, on_batch: Callable[[int], None] | None) -> NDArray[np.float32]:
+        for start in range(0, len(texts), 10):
+            if on_batch is not None:
+                on_batch(len(texts[start : start + 10]))
+        return super()._embed(texts, kind, None)
+
+
+def test_progress_is_reported_within_a_commit(
+    made: Callable[[], KnowledgeBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knowledge_base, "Embedder", TenAtOnce)
+    seen: list[ReembedProgress] = []
+    with made() as kb:
+        kb.reembed(OTHER_MODEL, progress=seen.append)
+    assert [one.num_done for one in seen][:7] == [0, 10, 20, 30, 32, 32, 36], "the first commit has 32 chunks"
 
 
 def test_digest_is_that_of_a_new_knowledge_base(made: Callable[[], KnowledgeBase], tmp_path: Path, docs: Path) -> None:

@@ -48,15 +48,35 @@ def counting(what: str, *, is_shown: bool, now: Now = time.monotonic) -> Iterato
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
-        last = now()
+        yield CountLines(what, now)
 
-        def on_progress(done: int, total: int) -> None:
-            nonlocal last
-            if now() - last >= SECONDS_BETWEEN_LINES:
-                last = now()
-                note(f"{what}: {done:,} of {total:,}")
 
-        yield on_progress
+class CountLines:
+    """Progress callback that prints `checking: 120 of 400, 41/s, about 7 s left` now and then."""
+
+    def __init__(self, what: str, now: Now = time.monotonic) -> None:
+        self._what, self._now = what, now
+        self._last = now()
+        self._start: int | None = None
+        self._first: tuple[int, float] | None = None
+        """First number that was done after the start, with its time: models load before it."""
+
+    def __call__(self, done: int, total: int) -> None:
+        at = self._now()
+        if self._start is None:
+            self._start = done
+        elif self._first is None and done > self._start:
+            self._first = done, at
+        if at - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = at
+            note(f"{self._what}: {done:,} of {total:,}{self._pace(done, total, at)}")
+
+    def _pace(self, done: int, total: int, at: float) -> str:
+        """Format as `, 41/s, about 7 s left`; empty while unknown."""
+        if self._first is None or not self._first[0] < done < total:
+            return ""
+        rate = (done - self._first[0]) / max(at - self._first[1], 1e-9)
+        return f", {rate:,.3g}/s, about {duration((total - done) / rate)} left"
 
 
 def _bar() -> "Progress":

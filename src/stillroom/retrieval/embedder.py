@@ -191,9 +191,21 @@ class Embedder:
 
     def embed_whole(self, texts: Sequence[str], on_batch: Callable[[int], None] | None = None) -> Vectors:
         """As `embed_documents`, for chunks that were cut for another model: a text that is longer than this model reads
-        is embedded in parts, and its vector is the mean of theirs, of length 1."""
+        is embedded in parts, and its vector is the mean of theirs, of length 1.
+
+        Args:
+            on_batch: called after each batch with the number of texts that it stands for.
+        """
         parts = [self._parts(text) for text in texts]
-        vectors = self.embed_documents([part for some in parts for part in some], on_batch)
+        num_parts, num_done = max(1, sum(map(len, parts))), 0
+
+        def on_parts(num: int) -> None:
+            nonlocal num_done
+            before, num_done = num_done, num_done + num
+            if on_batch is not None:
+                on_batch(num_done * len(texts) // num_parts - before * len(texts) // num_parts)
+
+        vectors = self.embed_documents([part for some in parts for part in some], on_parts)
         if len(vectors) == len(texts):
             return vectors
         starts = np.cumsum([0, *(len(some) for some in parts[:-1])])

@@ -324,7 +324,7 @@ class KnowledgeBase(StoredDocuments):
 
         Args:
             model: None takes the model in the settings, or the present one, if its files have changed.
-            num_together: Chunks per commit: the most work that an interruption loses.
+            num_together: Most chunks per commit; an interruption loses the current one.
 
         Raises:
             KnowledgeBaseBusyError: Another process does the same.

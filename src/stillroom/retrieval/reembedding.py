@@ -52,7 +52,11 @@ from stillroom.retrieval.store.vector_sets import (
 logger = logging.getLogger(__name__)
 
 COMMITTED_TOGETHER = 512
-"""Chunks that are embedded and committed together: the most work that an interruption loses."""
+"""Most chunks that are embedded and committed together."""
+
+_FIRST_COMMITTED = 32
+_SECONDS_PER_COMMIT = 5.0
+"""The number of chunks per commit doubles while commits take less: an interruption loses seconds of work."""
 
 IN_BACKGROUND = 16
 """The same in a server: one batch of the embedder, which takes one core, so that questions have the others."""
@@ -115,6 +119,7 @@ class Reembedding:
         self._sets = VectorSets(corpus)
         self._after = (0, 0)
         self._num_done = self._num_embedded = 0
+        self._num_together = _FIRST_COMMITTED
 
     def run(
         self,
@@ -129,7 +134,7 @@ class Reembedding:
         Args:
             active: The active set.
             on_switch: Called under the write lock after the switch, before the old vectors are deleted.
-            num_together: Chunks per commit.
+            num_together: Most chunks per commit; the first commits are smaller.
 
         Raises:
             KnowledgeBaseBusyError: Another process does the same.
@@ -183,17 +188,21 @@ class Reembedding:
         """Embed what is missing, and bring the index up to that state."""
         while True:
             steps.stop.check()
-            missing = self._sets.missing(self._after, steps.num_together)
+            missing = self._sets.missing(self._after, min(self._num_together, steps.num_together))
             steps.report(self._num_done, missing.num_chunks)
             if not missing.keys:
                 break
+            began = self._clock.monotonic()
             found = self._corpus.chunks([chunk_id for _, chunk_id in missing.keys])
             keys = [key for key in missing.keys if key[1] in found]  # others were removed just now
             texts = [found[ChunkId(chunk_id)].indexed_text for _, chunk_id in keys]
-            self._sets.put(keys, self._embedder.embed_whole(texts, lambda _: steps.stop.check()))
+            on_batch = steps.within(self._num_done, missing.num_chunks)
+            self._sets.put(keys, self._embedder.embed_whole(texts, on_batch))
             self._num_done += len(keys)
             self._num_embedded += len(keys)
             self._after = missing.keys[-1]
+            if self._clock.monotonic() - began < _SECONDS_PER_COMMIT and self._num_together < steps.num_together:
+                self._num_together *= 2
         vectors.cover(missing)
         try:
             indexes.write_dense()
@@ -255,6 +264,17 @@ class _Steps:
 
     def report(self, num_done: int, num_total: int) -> None:
         self.on_progress(ReembedProgress(min(num_done, num_total), num_total))
+
+    def within(self, num_done: int, num_total: int) -> Callable[[int], None]:
+        """Return what the embedder calls after each batch with its number of texts; it stops a cancelled run."""
+
+        def on_batch(num_texts: int) -> None:
+            nonlocal num_done
+            self.stop.check()
+            num_done += num_texts
+            self.report(num_done, num_total)
+
+        return on_batch
 
 
 def delete_old_vectors(folder: Path, sets: VectorSets, corpus: Corpus, config: StillroomConfig) -> None:
