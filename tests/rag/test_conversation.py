@@ -26,6 +26,7 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.question import sources_of
 from stillroom.rag.stillroom import Stillroom
+from tests.fakes import byte_tokenizer
 from tests.models.test_tokenizer import folder, tokenizer  # noqa: F401 - fixtures: a tokenizer with a chat template
 from tests.server.knowledge import QUESTION, write_knowledge
 
@@ -122,6 +123,11 @@ def test_text_between_turns_is_the_templates(tokenizer: Tokenizer) -> None:  # n
     )
     prompt = PromptBuilder(tokenizer, format_for(tokenizer)).build(chunks_of(1, 2), "the dog?", None, history)
     assert tokenizer._hf.decode(prompt.token_ids) == text
+
+
+def test_missing_chat_template_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    format_for(Tokenizer(byte_tokenizer()))
+    assert "the checkpoint has no chat template" in caplog.text
 
 
 def test_user_messages_for_a_remote_engine(tokenizer: Tokenizer) -> None:  # noqa: F811

@@ -17,7 +17,7 @@ from stillroom.core.clock import SystemClock
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from stillroom.retrieval.model_files import PACKAGED_MODEL
 from stillroom.retrieval.reranker import Reranker, by_score, is_settled, load_cross_encoder
-from tests.fakes import ManualClock, random_cross_encoder
+from tests.fakes import ManualClock, byte_tokenizer, random_checkpoint, random_cross_encoder
 from tests.retrieval.conftest import MODES, MakeFile, OpenKb
 
 QUERY = "How often do we change keys?"
@@ -184,7 +184,10 @@ def test_rerank_seconds_do_not_count_the_loading(
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "decoder", "Llama", num_hidden_layers=1)
+    byte_tokenizer().save_pretrained(tmp_path / "decoder")
     cases = {
+        str(tmp_path / "decoder"): "is a LlamaForCausalLM, a language model and not a cross-encoder",
         PACKAGED_MODEL: "is a BertModel, not a cross-encoder",
         str(random_cross_encoder(tmp_path / "labels", num_labels=3)): "gives 3 scores",
     }

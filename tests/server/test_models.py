@@ -29,6 +29,7 @@ def test_unknown_model_is_404_and_names_the_served_one(
     assert response.status_code == 404
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"].endswith(", and 'stillroom' means whichever it has"), "the name that works everywhere"
     assert stillroom.asked == []
 
 

@@ -5,6 +5,7 @@ A `PromptFormat` is the template text around content. A chunk's segment does not
 imitate the template.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from stillroom.core.document import Chunk
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.errors import ModelError
 from stillroom.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 INSTRUCTIONS = (
     "Answer the question using only the documents below. "
@@ -67,6 +70,10 @@ def format_for(tokenizer: Tokenizer) -> PromptFormat:
         return marker_format(tokenizer.bos_token)
     if tokenizer.has_chat_template:
         return chat_format(tokenizer)
+    logger.warning(
+        "the checkpoint has no chat template, so prompts are plain text, which a chat model may not follow; if it was "
+        "published with chat_template.jinja or one in tokenizer_config.json, copy that file into its folder"
+    )
     return plain_format(tokenizer.bos_token)
 
 

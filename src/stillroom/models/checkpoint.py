@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from stillroom.core.model_hub import network_advice
 from stillroom.errors import ModelError, ModelNotFoundError, StillroomError, UnsupportedModelError
 from stillroom.models import gguf_file
 from stillroom.models.bundled_models import MICROWORLD, bundled_folder, full_name, reader_folder
@@ -45,10 +46,7 @@ def resolve(model: str, check: Callable[[Path], object] | None = None) -> Path:
         if not folder.is_file():
             raise ModelNotFoundError(f"there is no file {model}")
         return gguf_file.converted(folder)
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ModelNotFoundError(
-            f"{model} is not a folder; give a checkpoint's folder, a GGUF file, a hub name or 'bundled'"
-        )
+    _check_hub_name(model)
     from huggingface_hub import snapshot_download
 
     try:
@@ -60,8 +58,19 @@ def resolve(model: str, check: Callable[[Path], object] | None = None) -> Path:
     except Exception as error:  # the hub client raises exceptions of many classes
         raise ModelNotFoundError(
             f"no folder {model!r} here, and the model hub did not deliver it ({type(error).__name__}); "
-            "check the name and the network, or give the folder of a downloaded checkpoint"
+            f"{network_advice()}, or give the folder of a downloaded checkpoint"
         ) from error
+
+
+def _check_hub_name(model: str) -> None:
+    """Raise ModelNotFoundError for what can only mean a folder or a file."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise ModelNotFoundError(f"{model} is a file; name its folder, {path.parent}, if that is a checkpoint's")
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelNotFoundError(
+            f"{model} is not a folder; give a checkpoint's folder, a GGUF file, a hub name or 'bundled'"
+        )
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

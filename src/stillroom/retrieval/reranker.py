@@ -161,6 +161,12 @@ def load_cross_encoder(model: str) -> "CrossEncoder":
                 )
             _scores(found, [("warm", "up")])  # changes the tokenizer's settings; afterwards threads only read them
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, ValueError) and not files.saved_class and files.architecture.endswith("ForCausalLM"):
+            # one that ranks answers with the tokens "yes" and "no" (Qwen3-Reranker)
+            raise UnsupportedModelError(
+                f"search.reranker = {model!r} is a {files.architecture}, a language model and not a cross-encoder; "
+                f"{_INSTEAD}"
+            ) from error
         raise ModelNotFoundError(
             f"the reranker in {folder} cannot be loaded ({error}); check that the folder is a complete "
             "cross-encoder, or leave search.reranker empty"

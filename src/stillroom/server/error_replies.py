@@ -50,14 +50,16 @@ class Refused(Exception):
         self.param = param
 
 
-def model_not_served(model: str, served: list[str], does: str | None = None) -> Refused:
+def model_not_served(model: str, served: list[str], alias: str, does: str | None = None) -> Refused:
     """
     Args:
+        alias: name of whichever model is served.
         does: what the model does on other routes; None: there is no such model.
     """
-    message = f"the model {model!r} is not served here; this server has {', '.join(map(repr, served))}"
+    names = ", ".join(map(repr, served))
+    message = f"the model {model!r} is not served here; this server has {names}, and {alias!r} means whichever it has"
     if does is not None:
-        message = f"the model {model!r} {does}; this route has {', '.join(map(repr, served))}"
+        message = f"the model {model!r} {does}; this route has {names}"
     return Refused(404, "model_not_found", message, "model")
 
 

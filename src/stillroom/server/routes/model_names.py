@@ -24,7 +24,7 @@ def check_model(model: str | None, served: Sequence[str], others: Mapping[str, s
         return
     names = [served_name(name) for name in served]
     does = next((does for name, does in others.items() if is_exactly(model, [name])), None)
-    raise model_not_served(str(model), names, does)
+    raise model_not_served(str(model), names, ALIAS, does)
 
 
 def is_named(model: str | None, served: Sequence[str]) -> bool:
