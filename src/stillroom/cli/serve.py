@@ -40,8 +40,12 @@ if TYPE_CHECKING:
     from stillroom.server.auth.guard import AccessConfig
     from stillroom.server.loading import Loading
 
-_BACKGROUND_WORK = ("stillroom.rag.preparing", "stillroom.retrieval.reembedding")
-"""Loggers whose records tell how far the server's own work is; shown without --quiet."""
+_BACKGROUND_WORK = (
+    "stillroom.kvstore.shared.shared_tier",
+    "stillroom.rag.preparing",
+    "stillroom.retrieval.reembedding",
+)
+"""Loggers whose records tell what the server itself does and uses; shown without --quiet."""
 
 HELP = help_text(
     "Serve a knowledge base over HTTP, with OpenAI's routes.",

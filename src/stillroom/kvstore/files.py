@@ -210,21 +210,32 @@ def forget_chunks(
     trailer_size: int = 0,
     is_all: bool = False,
 ) -> int:
-    """Remove a tenant's records, of every model, that have seen chunks which are not alive.
+    """Remove the records that `records_to_forget` finds; return the number of those removed."""
+    found = records_to_forget(root, is_alive, owner, except_for, trailer_size=trailer_size, is_all=is_all)
+    return sum(map(remove_file, found))
+
+
+def records_to_forget(
+    root: Path,
+    is_alive: Callable[[ChunkId], bool],
+    owner: OwnerTag = NO_TENANT,
+    except_for: bytes | None = None,
+    *,
+    trailer_size: int = 0,
+    is_all: bool = False,
+) -> Iterator[Path]:
+    """Yield the paths of a tenant's records, of every model, that have seen chunks which are not alive.
 
     A record names the chunks that it has seen; records computed behind it in a prompt are found by their parent. A
-    record that is damaged or of another version does not say what it has seen and is useless; it is removed for every
+    record that is damaged or of another version does not say what it has seen and is useless; it is found for every
     tenant.
 
     Args:
         except_for: fingerprint of a model whose records are left alone.
         trailer_size: as in `read_header`.
-        is_all: remove all of the tenant's records.
-
-    Returns:
-        The number of records removed.
+        is_all: yield all of the tenant's records.
     """
-    is_alive, num_removed = cache(is_alive), 0
+    is_alive = cache(is_alive)
     for fingerprint in fingerprints(root):
         if fingerprint == except_for:
             continue
@@ -239,8 +250,7 @@ def forget_chunks(
             seen = {*record.seen, *(() if record.chunk_id is None else (record.chunk_id,))}
             if is_all or record.parent in dead or not all(map(is_alive, seen)):
                 dead.add(record.key)
-        num_removed += sum(remove_file(path_of(folder, key)) for key in dead)
-    return num_removed
+        yield from (path_of(folder, key) for key in dead)
 
 
 def clear_all(root: Path) -> tuple[int, list[OSError]]:

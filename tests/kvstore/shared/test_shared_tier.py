@@ -1,5 +1,6 @@
 """The shared tier on a folder and on a real server: records come back as they were written, or not at all."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_TENANT, NodeRecord, OwnerTag
 from stillroom.kvstore.files import folder_of, path_of
 from stillroom.kvstore.record import Defect
+from stillroom.kvstore.shared import folder_records
 from stillroom.kvstore.shared.records import namespace
 from stillroom.kvstore.shared.signing import Signer
 from tests.fakes import ManualClock
@@ -213,7 +215,7 @@ def test_removal_waits_for_a_tier_that_is_away(tmp_path: Path) -> None:
         assert fixture.tier.state.num_to_forget == 1
         away.rename(folder)
         clock.advance(60.0)
-        until(lambda: fixture.tier.state.num_to_forget == 0)
+        until(lambda: fixture.tier.state.num_to_forget == 0 and fixture.tier.is_usable)
         assert fixture.count([(1, 10)]) == 0
 
 
@@ -264,3 +266,98 @@ def test_record_that_is_gone_from_the_disk_is_not_written(tmp_path: Path) -> Non
         made: NodeRecord = fixture.record(1, 10)
         assert fixture.tier.write(made, 0, lambda: None)
         assert fixture.tier.settle() and fixture.tier.state.stats.num_dropped == 1
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_full_folder_refuses_records_and_is_read_and_deleted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    tmp_path.joinpath("tier").mkdir()
+    with opened(tmp_path / "tier") as before:
+        before.put(1, 10)
+        before.put(2, 20)
+
+    def full(path: Path, parts: object) -> None:
+        raise OSError(error, os.strerror(error), str(path))
+
+    monkeypatch.setattr(folder_records, "write_file", full)
+    clock = ManualClock()
+    with opened(tmp_path / "tier", clock) as fixture:
+        for n in range(3, 9):
+            fixture.put(n, n)
+        clock.advance(60.0)  # a probe is due
+        fixture.tier.forget(NO_TENANT, [ChunkId(10)])
+        assert fixture.get(2) is not None and fixture.count([(1, 10)]) == 0
+        state = fixture.tier.state
+        assert state.is_usable and (state.num_opened, state.stats.num_failures) == (0, 0)
+        assert (state.stats.num_refused, state.stats.num_forgotten) == (6, 1)
+        assert state.link is not None and state.link.bytes_per_second < 2e12
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "has no room for more KV" in message and "kv_tier_bytes" in message and str(tmp_path) in message
+
+
+def test_removal_needs_no_probe_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that fails in every other way still loses the records of removed documents."""
+    tmp_path.joinpath("tier").mkdir()
+    with opened(tmp_path / "tier") as before:
+        before.put(1, 10)
+
+    def broken(path: Path, parts: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(folder_records, "write_file", broken)
+    clock = ManualClock()
+    with opened(tmp_path / "tier", clock) as fixture:
+        assert not fixture.tier.is_usable
+        fixture.tier.forget(NO_TENANT, [ChunkId(10)])
+        clock.advance(60.0)
+        until(lambda: fixture.tier.state.num_to_forget == 0)
+        assert not fixture.tier.is_usable and not list(tmp_path.rglob("*.kv"))
+
+
+def test_record_that_cannot_be_deleted_keeps_its_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that is mounted read-only for a while."""
+    tmp_path.joinpath("tier").mkdir()
+    with opened(tmp_path / "tier", clock := ManualClock()) as fixture:
+        fixture.put(1, 10)
+        with monkeypatch.context() as patch:
+
+            def read_only(path: Path) -> None:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+            patch.setattr(os, "unlink", read_only)
+            fixture.tier.forget(NO_TENANT, [ChunkId(10)])
+            until(lambda: not fixture.tier.is_usable)
+            assert fixture.tier.state.num_to_forget == 1
+        clock.advance(60.0)
+        until(lambda: fixture.tier.state.num_to_forget == 0)
+        assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_log_says_when_the_tier_is_used_and_each_reason_why_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder, clock = tmp_path / "tier", ManualClock()
+    folder.mkdir()
+    with opened(folder, clock) as fixture:
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert "is used; it replies in" in caplog.text and "MiB/s" in caplog.text
+        for _ in range(2):
+            caplog.clear()
+            folder.rename(tmp_path / "away")
+            for _ in range(3):
+                fixture.count([(1, 10)])
+            clock.advance(60.0)
+            until(lambda: clock.monotonic() < fixture.tier._breaker._probe_at)  # the same reason again
+            folder.write_text("no folder")
+            clock.advance(60.0)
+            until(lambda: "Not a directory" in caplog.text)
+            folder.unlink()
+            (tmp_path / "away").rename(folder)
+            clock.advance(60.0)
+            until(lambda: fixture.tier.is_usable)
+            parts = ["failed in one call: No such file", "cannot be used", "cannot be used", "can be used again"]
+            messages = [record.getMessage() for record in caplog.records]
+            assert len(messages) == 4
+            assert all(part in message for part, message in zip(parts, messages, strict=True))

@@ -6,6 +6,7 @@ it has seen; there is no index to lose. As a folder evicts nothing itself, `main
 """
 
 import contextlib
+import errno
 import os
 import time
 import uuid
@@ -18,21 +19,23 @@ from stillroom.kvstore.files import (
     TEMPORARY_SUFFIX,
     fingerprints,
     folder_of,
-    forget_chunks,
     in_blocks,
     path_of,
     record_paths,
+    records_to_forget,
     remove_file,
     write_file,
 )
 from stillroom.kvstore.record import Buffer
-from stillroom.kvstore.shared.records import namespace
+from stillroom.kvstore.shared.records import TierFullError, namespace
 
 _SHARE_PER_SWEEP = 16
 """A sweep lists the folder after this part of its size was written by this process."""
 _SWEEP_SECONDS = 600.0
 _STALE_SECONDS = 3600.0
 """Temporary files older than this were left by killed processes."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a file system without room, and of a user's quota."""
 
 
 class FolderRecords:
@@ -90,8 +93,10 @@ class FolderRecords:
         try:
             write_file(temporary, parts)
             os.replace(temporary, path)
-        except OSError:
+        except OSError as error:
             remove_file(temporary)
+            if error.errno in _FULL:
+                raise TierFullError(f"{error.strerror}; free space there, or lower reuse.kv_tier_bytes") from None
             raise
         self._num_written += sum(map(len, parts))
 
@@ -102,13 +107,25 @@ class FolderRecords:
     def forget(self, owner: OwnerTag, chunk_ids: Collection[ChunkId] | None) -> int:
         os.stat(self._root.parent)
         removed = None if chunk_ids is None else frozenset(chunk_ids)
-        return forget_chunks(
+        found = records_to_forget(
             self._root,
             lambda chunk_id: removed is not None and chunk_id not in removed,
             owner,
             trailer_size=self._trailer_size,
             is_all=removed is None,
         )
+        num_removed, failures = 0, []
+        for path in found:
+            try:
+                os.unlink(path)
+                num_removed += 1
+            except FileNotFoundError:
+                pass  # another process removed it
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return num_removed
 
     def maintain(self) -> None:
         """Remove what is too old, then the oldest records until all fit into the budget."""

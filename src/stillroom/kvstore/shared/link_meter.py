@@ -6,6 +6,8 @@ from stillroom.core.kv import Link
 
 _WEIGHT = 0.2
 """Of a new measurement."""
+_FULL_BYTES_PER_SECOND = 1e12
+"""Assumed of a tier that is full at the start, until the first record is read."""
 _LARGE_BYTES = 128 * 1024
 """Transfers from here on say how fast bytes come, smaller ones how long a reply takes."""
 
@@ -23,15 +25,18 @@ class LinkMeter:
         return self._link
 
     def start(self, latency_seconds: float, num_bytes: int, seconds: float) -> None:
-        """Take over the measurements of a probe: the time of a small reply, and of one with this many bytes.
+        """Take over the measurements of a probe: the time of a small reply, and of one with this many bytes;
+        without bytes if the tier is full.
 
         Later probes count like other transfers.
         """
         if self._link is None:
-            self._link = Link(latency_seconds, num_bytes / max(seconds - latency_seconds, 1e-9))
+            speed = num_bytes / max(seconds - latency_seconds, 1e-9) if num_bytes else _FULL_BYTES_PER_SECOND
+            self._link = Link(latency_seconds, speed)
             return
         self.observe(0, latency_seconds)
-        self.observe(num_bytes, seconds)
+        if num_bytes:
+            self.observe(num_bytes, seconds)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Count a transfer, or a reply without bytes."""

@@ -9,7 +9,7 @@ from stillroom.kvstore.record import VERSION, Buffer
 
 
 class TierFullError(OSError):
-    """The server has no room for a record; reading works."""
+    """The server or folder has no room for a record; reading and removing work."""
 
 
 class SharedRecords(Protocol):
@@ -44,6 +44,9 @@ class SharedRecords(Protocol):
 
         Returns:
             The number of records removed.
+
+        Raises:
+            OSError: a record that had to be removed may be left.
         """
         ...
 

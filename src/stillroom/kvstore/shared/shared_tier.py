@@ -38,6 +38,8 @@ _NUM_THREADS = 4
 """That look up and read at the same time."""
 _MAX_QUEUED = 256
 """Records that wait to be written."""
+_MAX_WARNINGS = 100
+"""Different messages that are logged until the tier is used again."""
 _PROBE_SECONDS = 30.0
 """A tier that was not used for so long is measured again, as its speed may have changed."""
 _STUCK_TIMEOUTS = 5
@@ -175,6 +177,7 @@ class SharedTier:
         self._closing_at: float | None = None
         self._probed = threading.Event()
         self._warned: set[str] = set()
+        self._last_warning = ""
         self._asked: list[Future[int]] = []
         self._lookups = ThreadPoolExecutor(_NUM_THREADS, "stillroom-tier")
         self._fetcher = Prefetcher(self._read, options.fetch_bytes, _NUM_THREADS)
@@ -358,9 +361,9 @@ class SharedTier:
         return self._closing_at is not None or bool(self._queue) or (has_removals and self.is_usable)
 
     def _work(self) -> None:
-        self._probe_if_due()
-        if self._forgetting and self.is_usable:
+        if self._forgetting and (self.is_usable or self._breaker.may_probe):  # a tier that fails otherwise may delete
             self._forget_next()
+        self._probe_if_due()
         while self._to_remove and self.is_usable:
             key = self._to_remove.popleft()
             self._call(lambda key=key: self._records.remove(key))  # type: ignore[misc]
@@ -380,11 +383,23 @@ class SharedTier:
         measured = self._call(lambda: probe(self._records, self._clock, self.options.timeout_seconds), float("inf"))
         if measured is not None:
             self._meter.start(*measured)
-            was_closed = self._breaker.is_closed
+            self._report(is_first, *measured)
             self._breaker.close()
-            if not (was_closed or is_first):
-                logger.warning("%s can be used again", self.name)
         self._probed.set()
+
+    def _report(self, is_first: bool, latency_seconds: float, num_bytes: int, seconds: float) -> None:
+        """Log that a probe succeeded where that is news. Precondition: the breaker is as it was before."""
+        if self._breaker.is_closed:
+            return
+        with self._lock:
+            self._warned.clear()
+            self._last_warning = ""
+        speed = f"reads {num_bytes / max(seconds, 1e-9) / 2**20:.0f} MiB/s" if num_bytes else "has no room for more KV"
+        text = f"replies in {1000 * latency_seconds:.2f} ms and {speed}"
+        if is_first:
+            logger.info("%s is used; it %s", self.name, text)
+        else:
+            logger.warning("%s can be used again; it %s", self.name, text)
 
     def _write(self, write: _Write) -> None:
         record = write.record
@@ -404,7 +419,7 @@ class SharedTier:
                 self._records.write(record.key, parts, record.owner, record.seen)
                 return True
             except TierFullError as error:
-                self._warn_once(error, "has no room for more KV")
+                self._warn(f"has no room for more KV; reading and removing go on: {error}")
                 return False
 
         is_written = self._call(store, num_bytes)
@@ -446,16 +461,13 @@ class SharedTier:
             try:
                 result = call()
             except OSError as error:
-                self._count(num_failures=1)
-                self._breaker.fail()
-                self._warn_once(error, "cannot be used; KV is computed, and a removal is completed later")
+                self._fail(error.strerror or str(error))  # strerror: without the name of a temporary file
                 return None
         link = self._meter.link
         expected = 0.0 if link is None else 4 * link.seconds(int(num_bytes)) if num_bytes != float("inf") else num_bytes
         self._used_at = self._clock.monotonic()
         if self._used_at - began > self.options.timeout_seconds + expected:
-            self._count(num_failures=1)
-            self._breaker.fail()
+            self._fail(f"a reply took longer than reuse.kv_tier_timeout_s={self.options.timeout_seconds:g}")
         else:
             self._breaker.succeed()
             if num_bytes == 0:
@@ -491,11 +503,23 @@ class SharedTier:
             counts = {name: getattr(self._stats, name) + by for name, by in changes.items()}
             self._stats = replace(self._stats, **counts)
 
-    def _warn_once(self, error: OSError, what: str) -> None:
-        message = f"{self.name} {what}: {error}"
-        if message not in self._warned and len(self._warned) < 100:
+    def _fail(self, reason: str) -> None:
+        self._count(num_failures=1)
+        self._breaker.fail()
+        if self._breaker.is_closed:
+            self._warn(f"failed in one call: {reason}")
+        else:
+            self._warn(f"cannot be used; KV is computed, and a removal is completed later: {reason}")
+
+    def _warn(self, message: str) -> None:
+        """Log a message once until the tier is used again; while it cannot be used, whenever the message changes."""
+        with self._lock:
+            known = self._warned if self._breaker.is_closed else {self._last_warning}
+            is_known = message in known or len(self._warned) >= _MAX_WARNINGS
             self._warned.add(message)
-            logger.warning(message)
+            self._last_warning = message
+        if not is_known:
+            logger.warning("%s %s", self.name, message)
 
 
 def stored_record(path: Path) -> bytes | None:

@@ -13,10 +13,10 @@ _REPEAT = 3
 def probe(records: SharedRecords, clock: Clock, timeout_seconds: float) -> tuple[float, int, float]:
     """Write a record and read it back; the best of a few replies counts, as other work can only make them slower.
 
-    A tier that is full is measured without a record, as if reading took no time.
+    A tier that is full is measured without a record.
 
     Returns:
-        Seconds of a reply without bytes, bytes of a large one, and its seconds.
+        Seconds of a reply without bytes, bytes of a large one, and its seconds; no bytes if the tier is full.
 
     Raises:
         OSError: the tier fails, or returns other bytes.
@@ -25,7 +25,7 @@ def probe(records: SharedRecords, clock: Clock, timeout_seconds: float) -> tuple
     try:
         records.write(key, [sent], None, ())
     except TierFullError:
-        return _latency(records, key, clock), _NUM_BYTES, 0.0
+        return _latency(records, key, clock), 0, 0.0
     try:
         latency, best = _latency(records, key, clock), float("inf")
         for _ in range(_REPEAT):
