@@ -155,6 +155,19 @@ def test_tier_is_asked_only_where_loading_beats_computing(
             assert reuse.load_seconds > 0 or second.tree.profile.links[Tier.NETWORK] == link
 
 
+def reads_wait(one: EngineFixture) -> threading.Event:
+    """Let all reads of an engine's tier wait for the event that is returned."""
+    gate, records = threading.Event(), shared(one)._records
+    read = records.read
+
+    def blocked(key: NodeKey, max_bytes: int) -> bytearray | None:
+        assert gate.wait(20.0)
+        return read(key, max_bytes)
+
+    records.read = blocked  # type: ignore[method-assign]
+    return gate
+
+
 def test_hanging_tier_delays_no_other_request_and_its_own_a_bounded_time(decoder: CausalModel, tier: Path) -> None:
     with engine(decoder, tier) as first:
         fill(first, 1, 2)
@@ -163,14 +176,7 @@ def test_hanging_tier_delays_no_other_request_and_its_own_a_bounded_time(decoder
         second.submit(running)
         while not second.tokens[running.request_id]:
             second.step()
-        gate, records = threading.Event(), shared(second)._records
-        read = records.read
-
-        def blocked(key: NodeKey, max_bytes: int) -> bytearray | None:
-            assert gate.wait(20.0)
-            return read(key, max_bytes)
-
-        records.read = blocked  # type: ignore[method-assign]
+        gate = reads_wait(second)
         second.waits_for_tier = False
         begun = second.clock.monotonic()
         second.submit(waiting)
@@ -194,10 +200,12 @@ def test_request_that_is_cancelled_while_it_waits_leaves_nothing(decoder: Causal
         for name in ("one", "two"):
             second.submit(question(name, 1, 2))
         assert shared(second).settle()
+        gate = reads_wait(second)  # else a request may be admitted, and its nodes be loaded, in the same step
         second.engine.scheduler.schedule(second.clock.monotonic())  # reading begins
         assert second.tree.num_nodes(Tier.NETWORK) == 3
         second.engine.cancel(question("one").request_id)
         second.engine.check_integrity()
+        gate.set()
         second.finish()
         assert second.tokens[question("two").request_id] == Oracle(decoder).answer(question("two", 1, 2))
         assert second.tree.num_nodes(Tier.NETWORK) == 0 and not shared(second)._fetcher.is_reading
