@@ -3,6 +3,7 @@
 from stillroom.config.settings import ReuseConfig
 from stillroom.config.tier_address import parse_tier_address
 from stillroom.core.clock import Clock
+from stillroom.errors import ConfigError
 from stillroom.kvstore.shared.folder_records import FolderRecords
 from stillroom.kvstore.shared.records import SharedRecords
 from stillroom.kvstore.shared.redis_records import RedisRecords
@@ -18,6 +19,9 @@ def open_tier(config: ReuseConfig, fingerprint: bytes, clock: Clock, *, is_pinne
     Args:
         fingerprint: of the model and the type of its KV.
         is_pinned: read into page-locked memory.
+
+    Raises:
+        ConfigError: the address names a file where a folder is needed.
     """
     if not config.kv_tier:
         return None
@@ -26,6 +30,8 @@ def open_tier(config: ReuseConfig, fingerprint: bytes, clock: Clock, *, is_pinne
     group = "" if signer is None else signer.group
     records: SharedRecords
     if address.folder is not None:
+        if address.folder.is_file():
+            raise ConfigError(f"reuse.kv_tier={address.public} is a file; name a folder that exists")
         records = FolderRecords(
             address.folder,
             fingerprint,

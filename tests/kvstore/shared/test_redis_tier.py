@@ -133,7 +133,7 @@ def test_entries_of_expired_records_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl on the PATH")
-def test_tls_is_used_and_its_certificate_checked(tmp_path: Path) -> None:
+def test_tls_is_used_and_its_certificate_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     key_file, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=tier -addext subjectAltName=IP:127.0.0.1"
     subprocess.run([*made.split(), "-keyout", key_file, "-out", certificate], check=True, capture_output=True)
@@ -144,3 +144,5 @@ def test_tls_is_used_and_its_certificate_checked(tmp_path: Path) -> None:
             assert fixture.put(1, 10) and fixture.get(1) is not None
         with opened(f"rediss://127.0.0.1:{port}") as distrusting:
             assert not distrusting.tier.is_usable
+        with opened(f"rediss://127.0.0.1:{port}?ca={tmp_path}/none.pem"):
+            assert f"ca={tmp_path}/none.pem cannot be used: No such file or directory" in caplog.text

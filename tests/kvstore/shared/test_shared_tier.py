@@ -10,6 +10,7 @@ import pytest
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_TENANT, NodeRecord, OwnerTag
+from stillroom.errors import ConfigError
 from stillroom.kvstore.files import folder_of, path_of
 from stillroom.kvstore.record import Defect
 from stillroom.kvstore.shared import folder_records
@@ -202,6 +203,12 @@ def test_missing_folder_is_not_made_and_is_used_once_it_is_there(tmp_path: Path)
         clock.advance(60.0)
         until(lambda: fixture.tier.is_usable)
         assert fixture.put(1, 10) and fixture.get(1) is not None
+
+
+def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    tmp_path.joinpath("tier").write_text("no folder")
+    with pytest.raises(ConfigError, match="is a file; name a folder"), opened(tmp_path / "tier"):
+        pass
 
 
 def test_removal_waits_for_a_tier_that_is_away(tmp_path: Path) -> None:

@@ -50,8 +50,7 @@ class RespConnection:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if address.uses_tls:
-                context = ssl.create_default_context(cafile=address.ca_file or None)
-                self._socket = context.wrap_socket(self._socket, server_hostname=address.host)
+                self._socket = _tls_context(address).wrap_socket(self._socket, server_hostname=address.host)
             self._log_in(address)
         except BaseException:
             self._socket.close()
@@ -165,3 +164,11 @@ class RespConnection:
         line = bytes(self._received[self._at : end])
         self._at = end + 2
         return line
+
+
+def _tls_context(address: TierAddress) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=address.ca_file or None)
+    except OSError as error:  # also of a file without certificates
+        reason = error.strerror or str(error)
+        raise OSError(f"the file of certificates ca={address.ca_file} cannot be used: {reason}") from None
