@@ -42,7 +42,13 @@ def test_documents_outside_the_configured_focus_are_not_recomputed(questions: Pa
 
 
 OTHER_VALUES = {"scheduling": "cache_first", "dtype": "bfloat16", "weights": "int8", "mode": "off", "policy": "lru"}
-OTHER_VALUES |= {"recompute_budget": "cfo", "token_selector": "first", "preload": "layers", "load": "measured"}
+OTHER_VALUES |= {
+    "recompute_budget": "cfo",
+    "token_selector": "first",
+    "preload": "layers",
+    "load": "measured",
+    "kv_tier": "redis://host",
+}
 OVERRIDDEN = {"kv_bytes", "mode", "audit_share", "load", "host_bytes", "disk_bytes"}
 """Settings of KV storage that a calibration overrides, because it places every document."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from stillroom.errors import UsageError
+from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.driving import Stepped, drive
 from stillroom_bench.experiments.experiment_options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime
@@ -234,7 +235,7 @@ def test_reordered_documents_are_reused_anywhere(arm: str, tmp_path: Path) -> No
     folder = write_checkpoint(tmp_path, TINY, "bfloat16", 0)
     tokens = {}
     for name in ("tiers", arm):
-        runtime = OurRuntime(name, folder, settings, 1)
+        runtime = OurRuntime(name, folder, settings, 1, linear_profile(0.001, 0.001, 0.0))
         tokens[name] = sum(drive(runtime, [there, back], None)["cached"][1])
     num_again = -(-REUSE_RATIOS[arm] * sum(map(len, pool.documents[:3])) // 1)
     assert tokens["tiers"] == len(pool.system)

@@ -48,10 +48,10 @@ def test_conversation_examples_over_http_and_in_python(
             exec(compile(over_http.replace(ADDRESS, url), str(CONVERSATIONS), "exec"), scope)
         finally:
             scope["client"].close()  # type: ignore[attr-defined]
-    assert capsys.readouterr().out == "How do I rotate keys? 40\nAnd how often? 40\n"
+    assert capsys.readouterr().out == "How do I rotate keys? 40\nAnd how often do they rotate? 40\n"
     assert [(question, len(options.history), options.system) for question, options in stillroom.asked] == [
         ("How do I rotate keys?", 0, "Answer in one sentence."),
-        ("And how often?", 1, "Answer in one sentence."),
+        ("And how often do they rotate?", 1, "Answer in one sentence."),
     ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bundled_models, "DEFAULT", "microworld")  # the reader keeps no KV

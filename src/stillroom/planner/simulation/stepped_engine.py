@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from stillroom.config.settings import PrepareConfig, ReuseConfig, RuntimeConfig, SchedulingPolicy
 from stillroom.core.ids import RequestId
-from stillroom.core.kv import Tier
+from stillroom.core.kv import OWN_TIERS
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
@@ -65,7 +65,7 @@ class SteppedEngine:
 def step_outcome(events: Sequence[TokenEvent]) -> tuple[list[tuple[int, list[int]]], list[int]]:
     """Return the first tokens among the events, with the reused prompt tokens by tier, and the completed requests."""
     firsts = [
-        (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in Tier])
+        (int(event.request_id), [event.reuse.num_tokens_from(tier) for tier in OWN_TIERS])
         for event in events
         if event.reuse is not None
     ]
