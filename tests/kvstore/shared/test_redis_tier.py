@@ -41,7 +41,7 @@ def test_server_that_is_killed_is_a_miss_and_comes_back_empty(tmp_path: Path) ->
 
 
 def test_server_that_stops_answering_opens_the_breaker(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as server, opened(server.url, kv_tier_timeout_s=0.1) as fixture:
+    with redis_server(tmp_path) as server, opened(server.url, kv_tier_timeout_s=1.0) as fixture:
         fixture.put(1, 10)
         server.stop_answering()
         lookups = [fixture.tier.look_up(NO_TENANT, [(key(1), ChunkId(10))]) for _ in range(3)]
