@@ -174,7 +174,7 @@ def test_embedder_cannot_be_changed_in_place(open_on: Open, docs: Path) -> None:
 
 
 class Switch:
-    """Lets nobody connect to a database, or everybody."""
+    """Lets no user connect to a database, or all of them."""
 
     def __init__(self, server: Any, url: str) -> None:
         self._server, self._name = server, url.partition("?")[0].rpartition("/")[2]
