@@ -284,7 +284,7 @@ def test_unknown_model_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="is not a folder"):
         resolve(str(tmp_path / "absent"))
     with pytest.raises(ModelNotFoundError, match="the model hub did not deliver it"):
-        resolve("nobody/no-such-model")
+        resolve("someone/no-such-model")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelNotFoundError, match=f"is a file; name its folder, {tmp_path}"):
         resolve(str(tmp_path / "model.safetensors"))
@@ -293,10 +293,10 @@ def test_unknown_model_names_are_refused(tmp_path: Path) -> None:
 def test_variable_that_forbids_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE=1 forbids the network: unset it, or give the folder"):
-        resolve("nobody/no-such-model")
+        resolve("someone/no-such-model")
     monkeypatch.delenv("HF_HUB_OFFLINE")  # the hub's client has read it already
     with pytest.raises(ModelNotFoundError, match="check the name and the network"):
-        resolve("nobody/no-such-model")
+        resolve("someone/no-such-model")
 
 
 @pytest.mark.parametrize("device", ["abacus", "meta"])

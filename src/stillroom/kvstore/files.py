@@ -259,16 +259,21 @@ def clear_all(root: Path) -> tuple[int, list[OSError]]:
     Returns:
         The number of records removed, and the errors of records that could not be removed.
     """
+    paths = (path for one in fingerprints(root) for path in record_paths(folder_of(root, one)))
+    return remove_files(paths)
+
+
+def remove_files(paths: Iterable[Path]) -> tuple[int, list[OSError]]:
+    """Remove files; return the number of those removed, and the errors of those that could not be."""
     num_removed, failures = 0, []
-    for fingerprint in fingerprints(root):
-        for path in record_paths(folder_of(root, fingerprint)):
-            try:
-                os.unlink(path)
-                num_removed += 1
-            except FileNotFoundError:
-                pass  # another process removed it
-            except OSError as error:
-                failures.append(error)
+    for path in paths:
+        try:
+            os.unlink(path)
+            num_removed += 1
+        except FileNotFoundError:
+            pass  # another process removed it
+        except OSError as error:
+            failures.append(error)
     return num_removed, failures
 
 

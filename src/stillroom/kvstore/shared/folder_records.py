@@ -24,6 +24,7 @@ from stillroom.kvstore.files import (
     record_paths,
     records_to_forget,
     remove_file,
+    remove_files,
     write_file,
 )
 from stillroom.kvstore.record import Buffer
@@ -114,15 +115,7 @@ class FolderRecords:
             trailer_size=self._trailer_size,
             is_all=removed is None,
         )
-        num_removed, failures = 0, []
-        for path in found:
-            try:
-                os.unlink(path)
-                num_removed += 1
-            except FileNotFoundError:
-                pass  # another process removed it
-            except OSError as error:
-                failures.append(error)
+        num_removed, failures = remove_files(found)
         if failures:
             raise failures[0]
         return num_removed
