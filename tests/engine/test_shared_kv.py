@@ -146,7 +146,7 @@ def test_tier_is_asked_only_where_loading_beats_computing(
         fill(first, 1, 2)
     with engine(decoder, tier, load="measured") as second:
         second.step_seconds = 0.0
-        shared(second)._meter._link = link
+        shared(second)._calls.meter._link = link
         tokens, reuse = second.run(question("other", 1, 2))
         assert tokens == Oracle(decoder).answer(question("other", 1, 2))
         assert (reuse.num_tokens_from(Tier.NETWORK) > 0) == is_used

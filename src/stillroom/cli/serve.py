@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stillroom.server.loading import Loading
 
 _BACKGROUND_WORK = (
-    "stillroom.kvstore.shared.shared_tier",
+    "stillroom.kvstore.shared.guarded_calls",
     "stillroom.rag.preparing",
     "stillroom.retrieval.reembedding",
 )

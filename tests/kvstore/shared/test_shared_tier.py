@@ -356,7 +356,7 @@ def test_log_says_when_the_tier_is_used_and_each_reason_why_not(
             for _ in range(3):
                 fixture.count([(1, 10)])
             clock.advance(60.0)
-            until(lambda: clock.monotonic() < fixture.tier._breaker._probe_at)  # the same reason again
+            until(lambda: clock.monotonic() < fixture.tier._calls._breaker._probe_at)  # the same reason again
             folder.write_text("no folder")
             clock.advance(60.0)
             until(lambda: "Not a directory" in caplog.text)

@@ -9,12 +9,10 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -23,8 +21,7 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Link, NodeKey, NodeRecord, OwnerTag
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, ReadPayload
 from stillroom.kvstore.record import MAX_HEADER_SIZE, Buffer, Defect
-from stillroom.kvstore.shared.circuit_breaker import CircuitBreaker
-from stillroom.kvstore.shared.link_meter import LinkMeter
+from stillroom.kvstore.shared.guarded_calls import STUCK_TIMEOUTS, GuardedCalls
 from stillroom.kvstore.shared.records import SharedRecords, TierFullError
 from stillroom.kvstore.shared.signing import SIGNATURE_SIZE, Signer
 from stillroom.kvstore.shared.tier_probe import probe
@@ -32,18 +29,12 @@ from stillroom.kvstore.shared.verifying import verified
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
-
 _NUM_THREADS = 4
 """That look up and read at the same time."""
 _MAX_QUEUED = 256
 """Records that wait to be written."""
-_MAX_WARNINGS = 100
-"""Different messages that are logged until the tier is used again."""
 _PROBE_SECONDS = 30.0
 """A tier that was not used for so long is measured again, as its speed may have changed."""
-_STUCK_TIMEOUTS = 5
-"""A call that takes so many timeouts does not come back: the tier is not used until it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +146,15 @@ class SharedTier:
             name: for messages; holds no password.
         """
         self.options = options
-        self.name = name
         self._records = records
         self.fingerprint = fingerprint
         self._clock = clock
         self._signer = signer
         self._is_pinned = is_pinned
-        self._breaker = CircuitBreaker(clock.monotonic)
-        self._meter = LinkMeter()
+        self._calls = GuardedCalls(clock, options.timeout_seconds, name)
         self._lock = threading.Condition()
         self._stats = TierStats()
         self._defects: Counter[Defect] = Counter()
-        self._in_flight: dict[int, float] = {}
-        self._num_calls = 0
-        self._used_at = float("-inf")
         self._queue: deque[_Write] = deque()
         self._queued_bytes = 0
         self._forgetting: dict[OwnerTag, _Forgetting] = {}
@@ -176,8 +162,6 @@ class SharedTier:
         self._is_busy = False
         self._closing_at: float | None = None
         self._probed = threading.Event()
-        self._warned: set[str] = set()
-        self._last_warning = ""
         self._asked: list[Future[int]] = []
         self._lookups = ThreadPoolExecutor(_NUM_THREADS, "stillroom-tier")
         self._fetcher = Prefetcher(self._read, options.fetch_bytes, _NUM_THREADS)
@@ -189,15 +173,12 @@ class SharedTier:
     @property
     def link(self) -> Link | None:
         """Costs of reading from the tier, verification included; None while it cannot be used."""
-        return self._meter.link if self.is_usable else None
+        return self._calls.meter.link if self.is_usable else None
 
     @property
     def is_usable(self) -> bool:
-        """Whether the circuit breaker is closed, and no call hangs."""
-        if not self._breaker.is_closed:
-            return False
-        began = min(list(self._in_flight.values()), default=float("inf"))
-        return self._clock.monotonic() - began < _STUCK_TIMEOUTS * self.options.timeout_seconds
+        """See `GuardedCalls`."""
+        return self._calls.is_usable
 
     def wait_for_probe(self) -> bool:
         """Wait until the first probe has ended, at most a few timeouts; return whether the tier can be used."""
@@ -269,11 +250,11 @@ class SharedTier:
             forgetting = list(self._forgetting.values())
             return TierState(
                 is_usable=self.is_usable,
-                num_opened=self._breaker.num_opened,
+                num_opened=self._calls.num_opened,
                 num_queued=len(self._queue),
                 num_to_forget=sum(len(one.chunk_ids) + one.is_all for one in forgetting),
-                link=self._meter.link,
-                stats=self._stats,
+                link=self._calls.meter.link,
+                stats=replace(self._stats, num_failures=self._calls.num_failures),
                 defects=dict(self._defects),
                 fetched=self._fetcher.stats,
             )
@@ -293,7 +274,7 @@ class SharedTier:
         with self._lock:
             self._closing_at = self._clock.monotonic() + self.options.close_seconds
             self._lock.notify_all()
-        self._writer.join(self.options.close_seconds + _STUCK_TIMEOUTS * self.options.timeout_seconds)
+        self._writer.join(self.options.close_seconds + STUCK_TIMEOUTS * self.options.timeout_seconds)
         self._lookups.shutdown(cancel_futures=True)
         self._fetcher.close()
         self._records.close()
@@ -301,7 +282,7 @@ class SharedTier:
     # Threads that read
 
     def _num_present(self, keys: Sequence[NodeKey]) -> int:
-        found = self._call(lambda: self._records.num_present(keys))
+        found = self._calls.run(lambda: self._records.num_present(keys))
         found = found or 0
         self._count(num_lookups=1, num_found=found)
         return found
@@ -311,7 +292,7 @@ class SharedTier:
         began = self._clock.monotonic()
         trailer_size = 0 if self._signer is None else SIGNATURE_SIZE
         most = num_bytes + MAX_HEADER_SIZE + trailer_size
-        data = self._call(lambda: self._records.read(key, most), num_bytes)
+        data = self._calls.run(lambda: self._records.read(key, most), num_bytes)
         if data is None:
             self._count(num_missing=1)
             return None
@@ -325,7 +306,7 @@ class SharedTier:
             kv = kv.pin_memory() if self._is_pinned else kv
         except (MemoryError, RuntimeError):  # PyTorch's own allocator raises the latter
             return None
-        self._meter.observe(num_bytes, self._clock.monotonic() - began)
+        self._calls.meter.observe(num_bytes, self._clock.monotonic() - began)
         self._count(num_read=1, read_bytes=len(data))
         return ReadPayload(kv, header.checksum)
 
@@ -361,45 +342,30 @@ class SharedTier:
         return self._closing_at is not None or bool(self._queue) or (has_removals and self.is_usable)
 
     def _work(self) -> None:
-        if self._forgetting and (self.is_usable or self._breaker.may_probe):  # a tier that fails otherwise may delete
+        if self._forgetting and (self.is_usable or self._calls.may_probe):  # a tier that fails otherwise may delete
             self._forget_next()
         self._probe_if_due()
         while self._to_remove and self.is_usable:
             key = self._to_remove.popleft()
-            self._call(lambda key=key: self._records.remove(key))  # type: ignore[misc]
+            self._calls.run(lambda key=key: self._records.remove(key))  # type: ignore[misc]
         with self._lock:
             write = self._queue.popleft() if self._queue else None
             self._queued_bytes -= 0 if write is None else write.num_bytes
         if write is not None:
             self._write(write)
             if self.is_usable:
-                self._call(self._records.maintain, float("inf"))
+                self._calls.run(self._records.maintain, float("inf"))
 
     def _probe_if_due(self) -> None:
-        is_first, now = not self._probed.is_set(), self._clock.monotonic()
-        is_idle = self._breaker.is_closed and now - self._used_at >= _PROBE_SECONDS
-        if not (is_first or is_idle or self._breaker.may_probe):
+        is_first = not self._probed.is_set()
+        if not (is_first or self._calls.may_probe or self._calls.is_idle(_PROBE_SECONDS)):
             return
-        measured = self._call(lambda: probe(self._records, self._clock, self.options.timeout_seconds), float("inf"))
+        measured = self._calls.run(
+            lambda: probe(self._records, self._clock, self.options.timeout_seconds), float("inf")
+        )
         if measured is not None:
-            self._meter.start(*measured)
-            self._report(is_first, *measured)
-            self._breaker.close()
+            self._calls.probed(*measured, is_first=is_first)
         self._probed.set()
-
-    def _report(self, is_first: bool, latency_seconds: float, num_bytes: int, seconds: float) -> None:
-        """Log that a probe succeeded where that is news. Precondition: the breaker is as it was before."""
-        if self._breaker.is_closed:
-            return
-        with self._lock:
-            self._warned.clear()
-            self._last_warning = ""
-        speed = f"reads {num_bytes / max(seconds, 1e-9) / 2**20:.0f} MiB/s" if num_bytes else "has no room for more KV"
-        text = f"replies in {1000 * latency_seconds:.2f} ms and {speed}"
-        if is_first:
-            logger.info("%s is used; it %s", self.name, text)
-        else:
-            logger.warning("%s can be used again; it %s", self.name, text)
 
     def _write(self, write: _Write) -> None:
         record = write.record
@@ -407,7 +373,7 @@ class SharedTier:
         if parts is None:
             self._count(num_dropped=1)
             return
-        if self._call(lambda: self._records.num_present([record.key])):
+        if self._calls.run(lambda: self._records.num_present([record.key])):
             self._count(num_present=1)
             return
         num_bytes = sum(map(len, parts))
@@ -419,10 +385,10 @@ class SharedTier:
                 self._records.write(record.key, parts, record.owner, record.seen)
                 return True
             except TierFullError as error:
-                self._warn(f"has no room for more KV; reading and removing go on: {error}")
+                self._calls.warn(f"has no room for more KV; reading and removing go on: {error}")
                 return False
 
-        is_written = self._call(store, num_bytes)
+        is_written = self._calls.run(store, num_bytes)
         if is_written:
             self._count(num_written=1, written_bytes=num_bytes)
         elif is_written is False:
@@ -438,7 +404,7 @@ class SharedTier:
         with self._lock:
             owner, one = next(iter(self._forgetting.items()))
             is_all, chunk_ids = one.is_all, frozenset(one.chunk_ids)
-        removed = self._call(lambda: self._records.forget(owner, None if is_all else chunk_ids), float("inf"))
+        removed = self._calls.run(lambda: self._records.forget(owner, None if is_all else chunk_ids), float("inf"))
         if removed is None:
             return
         self._count(num_forgotten=removed)
@@ -450,48 +416,6 @@ class SharedTier:
 
     # All threads
 
-    def _call(self, call: Callable[[], _Result], num_bytes: float = 0) -> _Result | None:
-        """Call the tier, and tell the circuit breaker how that went; None if it fails.
-
-        Args:
-            num_bytes: that are moved, which takes time; infinite for a call of any duration.
-        """
-        began = self._clock.monotonic()
-        with self._watching(float("inf") if num_bytes == float("inf") else began):
-            try:
-                result = call()
-            except OSError as error:
-                self._fail(error.strerror or str(error))  # strerror: without the name of a temporary file
-                return None
-        link = self._meter.link
-        expected = 0.0 if link is None else 4 * link.seconds(int(num_bytes)) if num_bytes != float("inf") else num_bytes
-        self._used_at = self._clock.monotonic()
-        if self._used_at - began > self.options.timeout_seconds + expected:
-            self._fail(f"a reply took longer than reuse.kv_tier_timeout_s={self.options.timeout_seconds:g}")
-        else:
-            self._breaker.succeed()
-            if num_bytes == 0:
-                self._meter.observe(0, self._used_at - began)
-        return result
-
-    @contextmanager
-    def _watching(self, began: float) -> Iterator[None]:
-        """Note a call, so that one that never ends is seen.
-
-        Args:
-            began: infinite for a call of any duration.
-        """
-        with self._lock:
-            self._num_calls += 1
-            number = self._num_calls
-            self._in_flight[number] = began
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._in_flight[number]
-                self._lock.notify_all()
-
     def _is_settled(self) -> bool:
         with self._lock:
             is_reading = self._fetcher.is_reading or not all(one.done() for one in self._asked)
@@ -502,24 +426,6 @@ class SharedTier:
         with self._lock:
             counts = {name: getattr(self._stats, name) + by for name, by in changes.items()}
             self._stats = replace(self._stats, **counts)
-
-    def _fail(self, reason: str) -> None:
-        self._count(num_failures=1)
-        self._breaker.fail()
-        if self._breaker.is_closed:
-            self._warn(f"failed in one call: {reason}")
-        else:
-            self._warn(f"cannot be used; KV is computed, and a removal is completed later: {reason}")
-
-    def _warn(self, message: str) -> None:
-        """Log a message once until the tier is used again; while it cannot be used, whenever the message changes."""
-        with self._lock:
-            known = self._warned if self._breaker.is_closed else {self._last_warning}
-            is_known = message in known or len(self._warned) >= _MAX_WARNINGS
-            self._warned.add(message)
-            self._last_warning = message
-        if not is_known:
-            logger.warning("%s %s", self.name, message)
 
 
 def stored_record(path: Path) -> bytes | None:
