@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from stillroom.models.reader_model import ReaderModel, ReaderSpec
-from stillroom.ops.bert import BertEncoder
 
-Encoder = TypeVar("Encoder", bound=BertEncoder)
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def drawn(model: Encoder, seed: int = 0) -> Encoder:
+def drawn(model: Module, seed: int = 0) -> Module:
     """Draw all weights but those of norms, as torch does for a new module; returns the model."""
     torch.manual_seed(seed)
     for module in model.modules():

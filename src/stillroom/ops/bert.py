@@ -5,13 +5,14 @@ with matrix products, a few rows at a time: at these lengths they are faster on 
 under autocast, which would convert the scores of all pairs twice.
 """
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from stillroom.ops.steady_linear import SteadyLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,63 +35,15 @@ class _Embedding(nn.Embedding):
         nn.init.zeros_(self.weight)
 
 
-class _Linear(nn.Linear):
-    """A product that gives a row the same bits whichever rows are computed with it, also in bfloat16 on a CPU.
-
-    With AMX, oneDNN adds 1,536 inputs in another order for 33 to 383 rows than for fewer or more. There, rows of zeros
-    are added.
-    """
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        if x.device.type != "cpu" or dtype != torch.bfloat16 or torch.is_grad_enabled():
-            return super().forward(x)
-        other = _other_numbers_of_rows(self.out_features, self.in_features, torch.get_num_threads())
-        if not other:
-            return super().forward(x)
-        rows = x.flatten(0, -2)
-        padded = -(-len(rows) // _ROW_BLOCK) * _ROW_BLOCK
-        while padded in other:
-            padded += _ROW_BLOCK
-        out = super().forward(F.pad(rows, (0, 0, 0, padded - len(rows))))
-        return out[: len(rows)].view(*x.shape[:-1], -1)
-
-
-_ROW_BLOCK, _MOST_ROWS = 32, 512
-"""Texts are padded to whole blocks of rows; with more than `_MOST_ROWS`, products are taken to add in one order."""
-
-
-@functools.cache
-def _other_numbers_of_rows(num_outputs: int, num_inputs: int, num_threads: int) -> frozenset[int]:
-    """Return the numbers of rows, in whole blocks, with which a row of a bfloat16 product has other bits than with
-    `_MOST_ROWS`; only processors with AMX are tried, for 0.2 s, since no other showed any.
-
-    Args:
-        num_threads: of torch now, by which its product may be chosen too.
-    """
-    if not getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)():
-        return frozenset()
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn((size, num_inputs), generator=generator).bfloat16() for size in (_MOST_ROWS, num_outputs))
-    whole = F.linear(x, weight)
-    return frozenset(
-        n for n in range(_ROW_BLOCK, _MOST_ROWS, _ROW_BLOCK) if not torch.equal(F.linear(x[:n], weight), whole[:n])
-    )
-
-
 class _Layer(nn.Module):
     def __init__(self, spec: BertSpec) -> None:
         super().__init__()
         self.num_heads = spec.num_heads
-        self.qkv = _Linear(spec.hidden_size, 3 * spec.hidden_size)
-        self.out = _Linear(spec.hidden_size, spec.hidden_size)
+        self.qkv = SteadyLinear(spec.hidden_size, 3 * spec.hidden_size)
+        self.out = SteadyLinear(spec.hidden_size, spec.hidden_size)
         self.norm_1 = nn.LayerNorm(spec.hidden_size, eps=spec.epsilon)
-        self.up = _Linear(spec.hidden_size, spec.inner_size)
-        self.down = _Linear(spec.inner_size, spec.hidden_size)
+        self.up = SteadyLinear(spec.hidden_size, spec.inner_size)
+        self.down = SteadyLinear(spec.inner_size, spec.hidden_size)
         self.norm_2 = nn.LayerNorm(spec.hidden_size, eps=spec.epsilon)
 
     def forward(self, hidden: Tensor, bias: Tensor, dropout: float) -> Tensor:
@@ -103,7 +56,7 @@ class _Layer(nn.Module):
             attended = _attended(query * query.shape[-1] ** -0.5, key, value, bias)
         attended = attended.transpose(1, 2).reshape(num_rows, length, size)
         hidden = self.norm_1(hidden + F.dropout(self.out(attended), dropout))
-        normed: Tensor = self.norm_2(hidden + F.dropout(self.down(F.gelu(self.up(hidden))), dropout))
+        normed: Tensor = self.norm_2(hidden + F.dropout(self.down(self.up(hidden, then_gelu=True)), dropout))
         return normed
 
 

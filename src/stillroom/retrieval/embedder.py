@@ -230,7 +230,7 @@ class Embedder:
         if not texts:
             return np.empty((0, self.dimension), dtype=np.float32)
         model = self._load()
-        batches = list(self._batches(texts, kind))
+        batches = list(self._batches(texts, kind, model.token_block(kind)))
 
         def compute(batch: list[int]) -> Vectors:
             return self._forward(model, kind, [texts[index] for index in batch])
@@ -265,14 +265,12 @@ class Embedder:
         with self._arithmetic(kind, model):
             return model.encode(batch, kind)
 
-    def _batches(self, texts: Sequence[str], kind: "Kind") -> Iterator[list[int]]:
+    def _batches(self, texts: Sequence[str], kind: "Kind", token_block: int) -> Iterator[list[int]]:
         """Yield indexes of texts with the same number of token blocks, the model's prompt included, so that padding
         does not depend on the other texts. The longest come first: slow or oversized batches fail early."""
-        from stillroom.retrieval.text_encoders import TOKEN_BLOCK
-
         prompt = self._files.prompts.get(kind, "")
         encoded = self.tokenizer.encode_batch([prompt + text for text in texts])
-        num_blocks = [-(-min(len(encoding.ids), self.max_seq_length) // TOKEN_BLOCK) for encoding in encoded]
+        num_blocks = [-(-min(len(encoding.ids), self.max_seq_length) // token_block) for encoding in encoded]
         order = sorted(range(len(texts)), key=lambda index: -num_blocks[index])
         for _, group in itertools.groupby(order, key=lambda index: num_blocks[index]):
             same_length = list(group)

@@ -17,14 +17,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from stillroom.ops.bert import BertEncoder, BertSpec, tensors_of_checkpoint
+from stillroom.ops.steady_linear import is_packable
 from stillroom.retrieval.model_files import ModelFiles
 
 Kind = Literal["query", "document"]
 Vectors = NDArray[np.float32]
 
-TOKEN_BLOCK = 32
-"""Texts are padded to whole blocks. Found by trial on AVX-512: with 8, the last bits of a vector depend on its batch;
-with multiples of 32 not."""
+_TOKEN_BLOCK = 32
+"""Texts are padded to whole blocks. Found by trial on AVX-512: with 8, the last bits of a vector depend on its batch,
+unless products are steady (`ops/steady_linear.py`); with multiples of 32 not."""
+_QUERY_BLOCK = 8
+"""Of queries with steady products: most have fewer than 16 tokens, and come alone."""
 
 
 @contextlib.contextmanager
@@ -49,6 +52,10 @@ class TextEncoder(Protocol):
     """A loaded model. Calls in parallel are allowed after the first one."""
 
     device_type: str
+
+    def token_block(self, kind: Kind) -> int:
+        """Return the number of tokens to a multiple of which texts are padded."""
+        ...
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
         """Return [texts, dimension], each row of length 1."""
@@ -90,9 +97,13 @@ class BertTextEncoder:
         self._model.to(device, torch.float32).eval().requires_grad_(False)
         self._files = files
 
+    def token_block(self, kind: Kind) -> int:
+        is_steady = self.device_type == "cpu" and is_packable(torch.float32)
+        return _QUERY_BLOCK if kind == "query" and is_steady else _TOKEN_BLOCK
+
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
-        rows = self._files.token_ids(texts)
-        length = min(-(-max(map(len, rows)) // TOKEN_BLOCK) * TOKEN_BLOCK, self._model.positions.num_embeddings)
+        rows, block = self._files.token_ids(texts), self.token_block(kind)
+        length = min(-(-max(map(len, rows)) // block) * block, self._model.positions.num_embeddings)
         ids = torch.zeros(len(rows), length, dtype=torch.long)
         is_token = torch.zeros(len(rows), length, dtype=torch.bool)
         for number, row in enumerate(rows):
@@ -115,6 +126,9 @@ class SentenceTransformersEncoder:
         self._model[0].register_forward_pre_hook(self._pad_to_blocks)
         with torch.inference_mode():
             self.encode(["warm up"], "document")  # changes the tokenizer's settings; afterwards threads only read them
+
+    def token_block(self, kind: Kind) -> int:
+        return _TOKEN_BLOCK
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
         encode = self._model.encode_query if kind == "query" else self._model.encode_document
@@ -141,7 +155,7 @@ class SentenceTransformersEncoder:
             return
         length = mask.shape[1]
         tokenizer = self._model.tokenizer
-        missing = min(-length % TOKEN_BLOCK, max(0, (self._model.max_seq_length or length) - length))
+        missing = min(-length % _TOKEN_BLOCK, max(0, (self._model.max_seq_length or length) - length))
         sides = (missing, 0) if tokenizer.padding_side == "left" else (0, missing)
         padding = {"input_ids": tokenizer.pad_token_id or 0, "attention_mask": 0, "token_type_ids": 0}
         features |= {
