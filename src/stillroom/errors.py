@@ -152,6 +152,10 @@ class EngineRefusedError(EngineError):
     """The remote engine refuses the key, the model or the request, or is not an OpenAI-compatible engine."""
 
 
+class WireError(EngineError):
+    """A message between a front and an engine cannot be read; both need the same version of Stillroom."""
+
+
 class RequestTimeoutError(EngineError):
     """The request took longer than `runtime.request_timeout_s` twice: it was restarted once."""
 

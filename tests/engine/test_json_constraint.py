@@ -188,3 +188,25 @@ def test_answer_whose_schema_becomes_too_complex_ends_alone_with_an_error(
 def test_model_without_end_token_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match="no end token"):
         JsonConstraints(tokenizer, 301, frozenset()).compile(SCHEMA)
+
+
+def test_a_grammar_makes_the_same_constraint_in_another_process(tokenizer: Tokenizer) -> None:
+    here, there = (JsonConstraints(tokenizer, 301, frozenset({EOS})) for _ in range(2))
+    for constraint in (here.compile(SCHEMA), here.compile_lark("start: /[a-c]+/ | %json " + json.dumps(SCHEMA))):
+        copy = there.compile_grammar(constraint.grammar)
+        for _ in range(40):
+            assert copy.is_complete == constraint.is_complete
+            if constraint.is_complete:
+                break
+            allowed = constraint.allowed()
+            assert np.array_equal(copy.allowed(), allowed)
+            token_id = int(np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))[-1])
+            constraint.advance(token_id)
+            copy.advance(token_id)
+        assert copy.copy().grammar == constraint.grammar
+
+
+@pytest.mark.parametrize("grammar", ["", "{", "start: (", '{"grammars": [{"lark_grammar": "start: ("}]}', "x" * 1000])
+def test_a_damaged_grammar_is_refused(constraints: JsonConstraints, grammar: str) -> None:
+    with pytest.raises(UsageError, match="the grammar cannot be enforced"):
+        constraints.compile_grammar(grammar)

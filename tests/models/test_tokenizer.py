@@ -55,6 +55,14 @@ def test_special_tokens_are_parsed_in_templates_and_never_in_text(tokenizer: Tok
     assert tokenizer.decode(as_text) == attack
 
 
+def test_the_vocabularys_digest_is_that_of_the_tokens(folder: Path, tokenizer: Tokenizer) -> None:
+    again = Tokenizer.load(folder)
+    assert again.vocabulary_digest == tokenizer.vocabulary_digest and len(again.vocabulary_digest) == 32
+    again.hf_tokenizer.add_tokens(["another"])
+    other = Tokenizer(again.hf_tokenizer)
+    assert other.vocabulary_digest != tokenizer.vocabulary_digest
+
+
 def test_chat_template_is_rendered_up_to_the_answer(tokenizer: Tokenizer) -> None:
     assert tokenizer.has_chat_template
     rendered = tokenizer.render_chat([{"role": "user", "content": "hello"}])

@@ -33,13 +33,19 @@ _NUM_FORCED = 16
 class JsonConstraint:
     """State of one answer in its schema or grammar; a `TokenConstraint`."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, grammar: str) -> None:
+        """
+        Args:
+            grammar: llguidance's serialised grammar.
+        """
         self._matcher = matcher
+        self.grammar = grammar
+        """Makes the same constraint in another process (`JsonConstraints.compile_grammar`)."""
 
     @panics_as_errors("llguidance")
     def copy(self) -> "JsonConstraint":
         """Return an independent constraint in the same state."""
-        return JsonConstraint(self._matcher.deep_copy())
+        return JsonConstraint(self._matcher.deep_copy(), self.grammar)
 
     @panics_as_errors("llguidance")
     def allowed(self) -> NDArray[np.int32]:
@@ -113,6 +119,14 @@ class JsonConstraints:
 
         return self._at_start(LLMatcher.grammar_from_lark(grammar), "the grammar")
 
+    def compile_grammar(self, grammar: str) -> JsonConstraint:
+        """Return the constraint of a serialised grammar (`JsonConstraint.grammar`), at the beginning of an answer.
+
+        Raises:
+            UsageError: the grammar or the model cannot be used.
+        """
+        return self._at_start(grammar, "the grammar")
+
     def _at_start(self, grammar: str, name: str) -> JsonConstraint:
         from llguidance import LLMatcher, LLParserLimits
 
@@ -125,7 +139,7 @@ class JsonConstraints:
             error_text = _error_of(matcher) or _early_error(matcher.deep_copy())
         if error_text is not None:
             raise UsageError(f"{name} cannot be enforced: {error_text}")
-        return JsonConstraint(matcher)
+        return JsonConstraint(matcher, grammar)
 
     @property
     def are_possible(self) -> bool:

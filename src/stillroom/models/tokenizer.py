@@ -4,6 +4,8 @@
 which `<|im_end|>` is ten characters.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -68,6 +70,12 @@ class Tokenizer:
     def hf_tokenizer(self) -> Any:
         """The wrapped tokenizer, for libraries that read its vocabulary."""
         return self._hf
+
+    @cached_property
+    def vocabulary_digest(self) -> bytes:
+        """SHA-256 of all tokens with their ids: equal for equal vocabularies, whatever their files look like."""
+        tokens = sorted((token_id, token) for token, token_id in self._hf.get_vocab().items())
+        return hashlib.sha256(json.dumps(tokens).encode()).digest()
 
     @property
     def eos_token_id(self) -> int | None:

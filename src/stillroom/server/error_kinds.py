@@ -77,6 +77,7 @@ _KINDS = (
     ErrorKind(errors.RequestTimeoutError, 504, _TIMEOUT, "request_timeout"),
     ErrorKind(errors.EngineUnavailableError, 503, _UNAVAILABLE, "engine_unavailable"),
     ErrorKind(errors.EngineRefusedError, 502, "bad_gateway_error", "engine_refused"),
+    ErrorKind(errors.WireError, 502, "bad_gateway_error", "engine_refused"),
     ErrorKind(errors.RequestAbortedError, 503, _UNAVAILABLE, "request_aborted"),
     ErrorKind(errors.NonFiniteError, 500, _SERVER, "non_finite"),
     ErrorKind(BaseException, 500, _SERVER, "internal_error"),
