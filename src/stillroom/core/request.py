@@ -165,6 +165,11 @@ class Request(SampleRequest):
     """KV is shared among requests of the same salt only: one salt per tenant."""
     may_place: bool = True
     """Whether KV of other contexts may be used, if `reuse.mode` allows it."""
+    generated: tuple[int, ...] = ()
+    """Tokens of the answer that another engine has generated; the answer goes on behind them. They count as generated
+    for everything: `max_tokens`, penalties, the seed, the constraint. Fewer than `max_tokens`, without a stop token,
+    and allowed by the constraint, which they do not complete. Such a request has no further samples, and no KV of other
+    contexts is used for it."""
     before: Mapping[ChunkId, tuple[ChunkId, ...]] = field(default_factory=dict)
     """The chunks before each chunk of the prompt in its document, as far as known: their KV may have been seen by its
     prepared copy."""

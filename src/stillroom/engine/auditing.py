@@ -35,11 +35,15 @@ class Auditing:
         return replace(request, may_place=False) if is_suspended else request
 
     def on_submit(self, *requests: Request) -> None:
-        """Follow submitted requests, given without restrictions, and let the running audit wait for them."""
+        """Follow submitted requests, given without restrictions, and let the running audit wait for them.
+
+        Requests that another engine began are not audited: nothing is placed for them.
+        """
         if self.audit is not None:
             self._abort(self.audit.interrupt())
             for request in requests:
-                self.audit.on_submit(request)
+                if not request.generated:
+                    self.audit.on_submit(request)
 
     def begin(self, add: Callable[[Request], None]) -> bool:
         """Begin the next run of an audit; returns whether there was one.

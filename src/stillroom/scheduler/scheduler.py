@@ -75,7 +75,7 @@ class Scheduler:
     def num_prefilling(self) -> int:
         """Running requests without a token yet, preparing ones left out. Thread-safe."""
         running = list(self._running.values())
-        return sum(not (sequence.num_generated or sequence.request.prepares) for sequence in running)
+        return sum(not (sequence.num_new or sequence.request.prepares) for sequence in running)
 
     @property
     def has_work(self) -> bool:
@@ -93,6 +93,7 @@ class Scheduler:
     def add(self, request: Request, *samples: Request, now: float = 0.0) -> None:
         """Queue a request with further samples of the same prompt; raises as `check_request`."""
         self.check(request, 1 + len(samples))
+        assert not (samples and request.generated), "samples fork before the first token"
         leader, *followers = (self._new_sequence(one, now) for one in (request, *samples))
         leader.followers = followers
         self._enqueue(leader)
@@ -294,7 +295,7 @@ class Scheduler:
             request.prompt,
             num_tokens,
             request.cache_salt,
-            may_place=request.may_place,
+            may_place=request.may_place and not request.generated,
             most_exact=request.most_exact,
             may_see=request.may_see,
             before=request.before,

@@ -67,7 +67,7 @@ class Sequence:
         self.lease = lease
         self.status = Status.WAITING
         self.num_prompt_tokens = request.prompt.num_tokens
-        self.num_tokens = self.num_prompt_tokens
+        self.num_tokens = self.num_prompt_tokens + len(request.generated)
         self.num_computed = 0
         self.to_compute: NDArray[np.int64] | None = None
         """Positions that selective recompute still has to run, ascending; None without one and before its query
@@ -79,7 +79,11 @@ class Sequence:
         self._token_ids: NDArray[np.int64] = np.empty(
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int64
         )
-        self._token_ids[: self.num_tokens] = request.prompt.token_ids
+        self._token_ids[: self.num_prompt_tokens] = request.prompt.token_ids
+        self._token_ids[self.num_prompt_tokens : self.num_tokens] = request.generated
+        if self.constraint is not None:
+            for token_id in request.generated:
+                self.constraint.advance(token_id)
 
     @property
     def request_id(self) -> RequestId:
@@ -92,6 +96,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_new(self) -> int:
+        """Generated tokens, without those that the request began with."""
+        return self.num_generated - len(self.request.generated)
 
     @property
     def num_to_compute(self) -> int:

@@ -43,7 +43,7 @@ def append_sampled_token(sequence: Sequence, sampled: SampledToken) -> SequenceU
         reason = FinishReason.STOP
     elif sequence.num_generated == sequence.request.sampling.max_tokens:
         reason = FinishReason.LENGTH
-    is_first = sequence.num_generated <= 1
+    is_first = sequence.num_new <= 1
     return SequenceUpdate(
         sequence.request_id,
         token_id if is_answer else None,
