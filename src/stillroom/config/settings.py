@@ -6,6 +6,7 @@ blocks, embedding dimension) are never written back.
 
 from dataclasses import dataclass, field
 
+from stillroom.config.cluster_settings import ClusterConfig
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.config.generation_settings import (
     ChunkOrder,
@@ -53,6 +54,7 @@ __all__ = [
     "BUNDLED_MODEL",
     "ChunkOrder",
     "ChunkerConfig",
+    "ClusterConfig",
     "DocumentOrder",
     "DocumentsConfig",
     "Dtype",
@@ -108,6 +110,7 @@ class StillroomConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
         if self.index.kind == "qdrant" and not self.qdrant.url:
