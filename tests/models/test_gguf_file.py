@@ -11,7 +11,9 @@ import torch
 
 from stillroom.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from stillroom.models import gguf_file
+from stillroom.models.checkpoint import resolve
 from stillroom.models.loader import LoadedModel, load_model
+from stillroom.models.vocabulary import load_vocabulary
 from tests.fakes import byte_tokenizer, random_checkpoint
 from tests.models.test_oracle import LLAMA3, all_logits
 
@@ -65,6 +67,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file, oracle
+
+
+def test_vocabulary_is_read_without_weights(tmp_path: Path) -> None:
+    file, _ = write_gguf(tmp_path, "Llama")
+    found = load_vocabulary(str(file))
+    folder = resolve(str(file), needs_weights=False)
+    assert not list(folder.glob("*.safetensors"))
+    loaded = load_model(str(file))
+    assert (found.stop_token_ids, found.size) == (loaded.stop_token_ids, loaded.decoder.spec.vocab_size)
+    assert found.name == loaded.name
+    text = "<s>Stra\N{LATIN SMALL LETTER SHARP S}e"
+    assert found.tokenizer.encode_template(text) == loaded.tokenizer.encode_template(text)
+    assert found.tokenizer.special_tokens == loaded.tokenizer.special_tokens
+    message = [{"role": "user", "content": "Hello"}]
+    assert found.tokenizer.render_chat(message) == loaded.tokenizer.render_chat(message)
+    assert resolve(str(file), needs_weights=False) != folder, "a converted checkpoint is used"
 
 
 def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import pytest
@@ -192,7 +192,7 @@ def test_no_speculation_while_other_prompts_are_pending(
             return Load(num_waiting, num_prefilling, num_prefilling=num_prefilling)
 
     one = fixture.backend
-    busy = Busy(one.model, one.engine, one.cache, one.prompts, one.constraints, one.threads)
+    busy = Busy(**{part.name: getattr(one, part.name) for part in fields(one)})
     fixture.script.lists = [[2, 1], [2, 1]]
     speculator = Speculator(busy, SpeculationConfig(mode="on"), SystemClock(), fixture.metrics)
 

@@ -16,15 +16,17 @@ from stillroom.models.bundled_models import MICROWORLD, bundled_folder, full_nam
 if TYPE_CHECKING:  # finding a tokenizer needs no tensors
     import torch
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
+_HUB_PATTERNS = [*_HUB_TEXTS, "*.safetensors"]
 
 
-def resolve(model: str, check: Callable[[Path], object] | None = None) -> Path:
+def resolve(model: str, check: Callable[[Path], object] | None = None, *, needs_weights: bool = True) -> Path:
     """Return the folder of a bundled model, a local folder, a GGUF file (converted once) or a hub model (loaded once).
 
     Args:
         check: called with a folder that has the JSON files of a hub model, before its weights are loaded; raises an
             error if they are not wanted.
+        needs_weights: False neither converts nor loads weights; the folder may have them all the same.
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub does not have the name or cannot be reached.
@@ -45,14 +47,14 @@ def resolve(model: str, check: Callable[[Path], object] | None = None) -> Path:
     if folder.suffix == gguf_file.SUFFIX:
         if not folder.is_file():
             raise ModelNotFoundError(f"there is no file {model}")
-        return gguf_file.converted(folder)
+        return gguf_file.converted(folder, needs_weights=needs_weights)
     _check_hub_name(model)
     from huggingface_hub import snapshot_download
 
     try:
         if check is not None:
             check(Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS[:1])))
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS if needs_weights else _HUB_TEXTS))
     except StillroomError:
         raise
     except Exception as error:  # the hub client raises exceptions of many classes

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ _FACTORS = "rope_freqs.weight"
 """What a file's frequencies are divided by: Llama 3's RoPE scaling, which the file does not name otherwise."""
 
 
-def converted(file: Path) -> Path:
+def converted(file: Path, *, needs_weights: bool = True) -> Path:
     """Return the folder of the checkpoint that was made of a GGUF file, under the cache folder; makes it if need be.
+
+    Without weights it has config.json and the tokenizer only, unless there is a folder with weights already.
 
     A changed file is converted again. Of two processes, one converts and the other waits. What a killed process left
     is removed by the next one that converts the same file.
@@ -41,14 +44,18 @@ def converted(file: Path) -> Path:
         ConfigError: the extra `gguf` is not installed.
     """
     folder = cache_root() / "gguf" / f"{file.stem}-{_digest(file)}-{_VERSION}"
+    write = _write
+    if not needs_weights and not folder.exists():
+        folder, write = folder.with_name(f"{folder.name}-tokenizer"), _write_texts
     if (folder / "config.json").is_file():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".lock-{folder.name}")):
             if not folder.exists():
-                logger.warning("converting %s, once; this takes about as long as reading its weights twice", file)
-                _convert(file, folder)
+                if needs_weights:
+                    logger.warning("converting %s, once; this takes about as long as reading its weights twice", file)
+                _convert(file, folder, write)
     except OSError as error:
         raise ModelError(
             f"{file} could not be converted to a checkpoint under {folder.parent}: {error}. It needs room for weights "
@@ -57,12 +64,12 @@ def converted(file: Path) -> Path:
     return folder
 
 
-def _convert(file: Path, folder: Path) -> None:
+def _convert(file: Path, folder: Path, write: Callable[[Path, Path], None]) -> None:
     new = folder.with_name(f".new-{folder.name}")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     try:
-        _write(file, new)
+        write(file, new)
         for path in new.iterdir():
             with path.open("rb") as content:
                 os.fsync(content.fileno())  # a power failure leaves no folder with empty files
@@ -112,6 +119,24 @@ def _write(file: Path, folder: Path) -> None:
     config.dtype = getattr(torch, name)
     if _FACTORS in tensors:
         config.rope_parameters = _scaled(config, [float(value) for value in tensors[_FACTORS].data])
+    _save_config(config, fields, folder)
+
+
+def _write_texts(file: Path, folder: Path) -> None:
+    """Write the folder without weights; config.json comes last."""
+    fields = _tokenizer_fields(_reader(file))
+    _write_tokenizer(file, folder, fields)
+    from transformers import AutoConfig
+
+    try:
+        with without_output():
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except Exception as error:  # of many classes
+        raise UnsupportedModelError(f"the settings in {file} cannot be read: {error}") from error
+    _save_config(config, fields, folder)
+
+
+def _save_config(config: Any, fields: dict[str, Any], folder: Path) -> None:
     for key in ("eos_token_id", "bos_token_id"):
         setattr(config, key, fields.get(f"tokenizer.ggml.{key}", getattr(config, key, None)))
     config.save_pretrained(folder)

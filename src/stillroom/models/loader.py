@@ -20,6 +20,7 @@ from stillroom.models.mixture_of_experts import GatedMlp
 from stillroom.models.quantised_files import WidenedFiles, open_weights, quantisation_of
 from stillroom.models.spec import AGAIN, ModelSpec, spec_from_config
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.models.vocabulary import stop_token_ids
 from stillroom.models.weights import DecoderWeights, LayerWeights
 from stillroom.ops.cpu_codes import BLOCK
 from stillroom.ops.linear import Linear
@@ -68,7 +69,7 @@ def load_model(
     tokenizer = Tokenizer.load(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, weights=weights, max_model_len=max_model_len)
     fingerprint = fingerprint_of(folder, decoder, weights)
-    return LoadedModel(short_name(model), decoder, tokenizer, _stop_token_ids(folder, tokenizer), fingerprint)
+    return LoadedModel(short_name(model), decoder, tokenizer, stop_token_ids(folder, tokenizer), fingerprint)
 
 
 def _check_config(folder: Path) -> None:
@@ -140,16 +141,6 @@ def _torch_dtype(config: dict[str, Any], dtype: Dtype) -> torch.dtype:
     if name not in _DTYPES:
         raise UnsupportedModelError(f"weights of dtype {name!r} are not supported; use {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the stop tokens that generation_config.json, config.json and the tokenizer name."""
-    ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            value = read_json(folder, name).get("eos_token_id")
-            ids.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(ids)
 
 
 class _Reader:
