@@ -14,7 +14,18 @@ from stillroom.server.run import HttpServer
 if TYPE_CHECKING:
     from stillroom.rag.stillroom import Stillroom
 
-DETAILS = ("highlight", "confidence", "warnings", "timing", "reuse", "speculation", "lookup", "citations", "hops")
+DETAILS = (
+    "highlight",
+    "confidence",
+    "warnings",
+    "timing",
+    "reuse",
+    "speculation",
+    "lookup",
+    "citations",
+    "hops",
+    "route",
+)
 """Fields of `stillroom` that report an answer."""
 QUESTION = {"messages": [{"role": "user", "content": "How do I rotate keys?"}]}
 

@@ -1,7 +1,7 @@
 """The `Backend` protocol: prepares prompts and generates answers.
 
-`LocalBackend` (local.py, imports torch), `ReaderBackend` (reader/reader_backend.py, imports torch) and `OpenAIBackend`
-(openai.py) implement it.
+`LocalBackend` (local.py, imports torch), `ReaderBackend` (reader/reader_backend.py, imports torch), `ClusterBackend`
+(cluster_backend.py) and `OpenAIBackend` (openai.py) implement it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -174,7 +174,7 @@ class Backend(Protocol):
     def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
         """Continue a prompt, once for each sample; the events of each sample go to its listener.
 
-        Raises: as `AsyncEngine.submit`, `OpenAIEngine.submit` and `ReaderBackend.start`.
+        Raises: as `AsyncEngine.submit`, `ClusterBackend.start`, `OpenAIEngine.submit` and `ReaderBackend.start`.
         """
         ...
 
@@ -198,8 +198,12 @@ class Backend(Protocol):
         """Return the metrics of its KV cache and its engine; none if the engine is elsewhere, or a reader."""
         ...
 
-    def for_tenant(self, salt: str) -> "Backend":
+    def for_tenant(self, salt: str, tenant: str) -> "Backend":
         """The same model for another tenant, without shared KV. Closing it does not close the engine.
+
+        Args:
+            salt: of the tenant's KV.
+            tenant: its name, for an engine in another process that opens the tenant's documents itself.
 
         Raises:
             ConfigError: the engine is a server elsewhere, which cannot keep tenants apart.

@@ -97,7 +97,7 @@ class LocalBackend(TokenBackend):
         first, *others = zip(requests, listeners, strict=True)
         self.engine.submit(*first, *others)
 
-    def for_tenant(self, salt: str) -> "LocalBackend":
+    def for_tenant(self, salt: str, tenant: str) -> "LocalBackend":
         return replace(self, salt=salt, owns_engine=False)
 
     def cancel(self, request_id: RequestId) -> None:

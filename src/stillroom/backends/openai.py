@@ -164,7 +164,7 @@ class OpenAIBackend:
     def readings(self) -> Readings:
         return {}
 
-    def for_tenant(self, salt: str) -> "OpenAIBackend":
+    def for_tenant(self, salt: str, tenant: str) -> "OpenAIBackend":
         raise ConfigError(
             "engine.kind = 'openai' serves one tenant only: response times would tell a tenant which prompts of others "
             "the server has cached; use the builtin engine, or one server for each tenant"

@@ -19,6 +19,7 @@ from stillroom.cli.options import (
     ConfigOption,
     EngineModelOption,
     EngineOption,
+    EnginesOption,
     FrequencyPenaltyOption,
     HopsOption,
     JsonOption,
@@ -94,6 +95,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
     engine: EngineOption = None,
     base_url: BaseUrlOption = None,
     engine_model: EngineModelOption = None,
+    engines: EnginesOption = None,
     top_k: TopKOption = None,
     mode: ModeOption = None,
     where: WhereOption = None,
@@ -148,7 +150,7 @@ def ask(  # noqa: PLR0913  one parameter per flag
         "search.mode": mode,
         "search.hops": hops,
         **{f"generation.{name}": value for name, value in sampling.items() if (name, value) not in _PER_QUESTION_ONLY},
-        **engine_settings(engine, base_url, engine_model),
+        **engine_settings(engine, base_url, engine_model, engines),
         **index_goal(ann_recall, search_budget),
     }
     settings = opening.load_settings(config, flags)

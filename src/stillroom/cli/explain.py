@@ -77,6 +77,8 @@ def _show(name: str, at: float, trace: dict[str, Any], earlier: dict[str, dict[s
             is_prepared = segment["reason"] == Reason.PREPARED
             told = _describe_prepared(variant) if is_prepared else _describe_variant(variant, earlier | by_chunk)
             line(f"{'':>40}{told}")
+    if route := trace.get("route"):  # older records have none
+        line(f"Engine: {_describe_route(route)}")
     line()
     if reuse["num_cached_tokens"] and reuse["segments"]:
         loads = f", after deducting {duration(reuse['load_seconds'])} for loading" if reuse["load_seconds"] else ""
@@ -144,6 +146,18 @@ def _describe_overlap(speculation: dict[str, Any] | None, timing: dict[str, Any]
         case _:
             told = "not tried for this question"
     return told + pays
+
+
+def _describe_route(route: dict[str, Any]) -> str:
+    """Describe why an engine of a cluster was chosen, and what happened before."""
+    parts = [route["engine"]]
+    if (seconds := route["predicted_seconds"]) is not None:
+        kept = count(route["num_expected_tokens"], "token")
+        parts.append(f"chosen for a first token in {duration(seconds)}, with {kept} from kept KV")
+    if moved := route["num_migrations"]:
+        rest = ", the last of which had begun the answer" if route["is_resumed"] else ""
+        parts.append(f"after {count(moved, 'engine')} that did not complete it{rest}")
+    return "; ".join(parts)
 
 
 def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any]]) -> str:

@@ -67,9 +67,18 @@ EngineOption = Annotated[
     EngineKind | None,
     typer.Option(
         "--engine",
-        metavar="builtin|openai",
-        help="Generate in this process, or on a server with OpenAI's routes (vLLM, SGLang, llama.cpp); see "
-        "docs/engines.md.",
+        metavar="builtin|openai|cluster",
+        help="Generate in this process, on a server with OpenAI's routes (vLLM, SGLang, llama.cpp; docs/engines.md), "
+        "or on engines of Stillroom in other processes (docs/cluster.md).",
+    ),
+]
+EnginesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engines",
+        metavar="URL",
+        help="Address of an engine (`stillroom engine`), such as http://127.0.0.1:9100, or of a list of them; "
+        "repeatable. Implies --engine cluster.",
     ),
 ]
 BaseUrlOption = Annotated[
@@ -249,11 +258,20 @@ def as_bytes(flag: str, text: str | None) -> int | None:
     return size
 
 
-def engine_settings(engine: EngineKind | None, base_url: str | None, model: str | None) -> dict[str, object]:
-    """Return the three flags as settings; an address alone implies the engine `openai`."""
-    if engine is None and base_url is not None:
-        engine = "openai"
-    return {"engine.kind": engine, "engine.base_url": base_url, "engine.model": model}
+def engine_settings(
+    engine: EngineKind | None, base_url: str | None, model: str | None, engines: list[str] | None = None
+) -> dict[str, object]:
+    """Return the four flags as settings; an address alone implies its kind of engine.
+
+    Raises:
+        UsageError: two kinds of engine are named.
+    """
+    if base_url is not None and engines:
+        raise UsageError("--base-url and --engines name two kinds of engine; leave one out")
+    if engine is None and (base_url is not None or engines):
+        engine = "cluster" if engines else "openai"
+    urls = ",".join(engines) if engines else None
+    return {"engine.kind": engine, "engine.base_url": base_url, "engine.model": model, "engine.urls": urls}
 
 
 def help_text(summary: str, *paragraphs: str, examples: tuple[str, ...]) -> str:

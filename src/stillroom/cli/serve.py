@@ -21,6 +21,7 @@ from stillroom.cli.options import (
     ConfigOption,
     EngineModelOption,
     EngineOption,
+    EnginesOption,
     JsonOption,
     KbOption,
     KvTierOption,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from stillroom.server.loading import Loading
 
 _BACKGROUND_WORK = (
+    "stillroom.cluster.front_engines",
     "stillroom.kvstore.shared.guarded_calls",
     "stillroom.rag.preparing",
     "stillroom.retrieval.reembedding",
@@ -58,6 +60,7 @@ HELP = help_text(
         "stillroom serve --kb ./kb",
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --port 9000",
         "stillroom serve --kb ./kb --engine openai --base-url http://127.0.0.1:8000/v1",
+        "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --engines http://127.0.0.1:9100",
         "stillroom serve --kb ./kb --port 0 --json        # any free port",
         "stillroom keys add anna --keys keys.json && stillroom serve --kb ./kb --host 0.0.0.0 --keys keys.json",
     ),
@@ -70,6 +73,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
     engine: EngineOption = None,
     base_url: BaseUrlOption = None,
     engine_model: EngineModelOption = None,
+    engines: EnginesOption = None,
     reuse: ReuseOption = None,
     kv_tier: KvTierOption = None,
     ann_recall: AnnRecallOption = None,
@@ -105,7 +109,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
         "server.tenants_folder": None if tenants is None else str(tenants),
         "server.insecure": insecure or None,
     }
-    flags |= engine_settings(engine, base_url, engine_model) | index_goal(ann_recall, search_budget)
+    flags |= engine_settings(engine, base_url, engine_model, engines) | index_goal(ann_recall, search_budget)
     settings = opening.load_settings(config, flags)
     notify = (lambda text: None) if quiet or as_json else note
     if settings.server.mcp:

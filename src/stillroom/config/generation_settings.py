@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from stillroom.config.addresses import check_address, check_key
-from stillroom.config.quantities import AboveZero, AtLeastZero, Int63, Range, Share
+from stillroom.config.engine_address import parse_engine_addresses
+from stillroom.config.quantities import AboveZero, AtLeastZero, Int63, Range, Share, check_ranges
 from stillroom.errors import ConfigError
 
-EngineKind = Literal["builtin", "openai"]
+EngineKind = Literal["builtin", "openai", "cluster"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]
 ChunkOrder = Literal["rank", "document"]
@@ -18,11 +19,12 @@ ChunkOrder = Literal["rank", "document"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine that generates answers: in this process, or an OpenAI-compatible server (docs/engines.md)."""
+    """The engine that generates answers: in this process, Stillroom's own in other processes (docs/cluster.md), or an
+    OpenAI-compatible server (docs/engines.md)."""
 
     kind: EngineKind = "builtin"
     """`builtin`: the runtime of this process. `openai`: the server at `base_url`; no model is loaded in this
-    process."""
+    process. `cluster`: the engines at `urls`; this process loads the tokenizer of `runtime.model`, not its weights."""
     base_url: str = ""
     """The server's address, such as `http://127.0.0.1:8000/v1`; `/v1` is added if there is no path."""
     model: str = ""
@@ -48,8 +50,24 @@ class EngineConfig:
     max_retry_wait_s: float = 30.0
     """Longest wait before a retry, in seconds; the request fails if the server asks for more."""
 
+    urls: str = ""
+    """Where the engines of a cluster are, separated by commas: `http://host:9100` of one engine, `dns://name:9100` for
+    all addresses of a name, `file:///folder/engines` and `list+http://host/` for a list with an address a line."""
+    max_migrations: AtLeastZero = 3
+    """Engines of a cluster that may take a request and not complete it before the request fails; the first is not
+    counted."""
+    wait_s: AboveZero = 30.0
+    """Longest wait for an engine of a cluster that takes requests, in seconds: at the start, and of a request."""
+    silence_s: AboveZero = 12.0
+    """Silence after which an answer of a cluster's engine is continued by another one, in seconds. Engines send a sign
+    of life every 5 s."""
+
     def __post_init__(self) -> None:
+        check_ranges("engine", self)
         if self.kind == "builtin":
+            return
+        if self.kind == "cluster":
+            parse_engine_addresses("engine.urls", self.urls)
             return
         if not self.base_url:
             raise ConfigError("engine.kind = 'openai' needs an address: --base-url http://127.0.0.1:8000/v1")

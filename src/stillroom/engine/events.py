@@ -29,6 +29,22 @@ class Quote:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """The engine of a cluster that generates an answer, and why it was chosen (docs/cluster.md)."""
+
+    engine: str
+    """Its name (`cluster.front_engines.engine_name`)."""
+    predicted_seconds: float | None
+    """Predicted when it was chosen: seconds to the first token, waiting included; None without a cost profile."""
+    num_expected_tokens: int
+    """Prompt tokens whose KV the engine was believed to reuse."""
+    num_migrations: int = 0
+    """Engines before it that took the request and did not complete it."""
+    is_resumed: bool = False
+    """Whether an engine before it had generated a part of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """A token or a piece of text of a request, its end, or both."""
 
@@ -59,6 +75,8 @@ class TokenEvent:
     """How sure the reader is that the documents answer the question, in [0, 1]; the same on every event."""
     best: Quote | None = None
     """The reader's best quote, also if its score is too low to be the answer; the same on every event."""
+    route: Route | None = None
+    """From an engine of a cluster."""
 
 
 Listener = Callable[[TokenEvent], None]

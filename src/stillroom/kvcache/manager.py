@@ -89,10 +89,6 @@ class KVCacheManager:
             lease.watched += tuple(dict.fromkeys(piece.content for piece in pieces))
         return lease
 
-    def can_ever_hold(self, segment_lengths: Sequence[int]) -> bool:
-        """Whether segments of these lengths would fit into an otherwise empty pool."""
-        return num_blocks_for(segment_lengths, self.pool.block_size) <= self.pool.num_blocks
-
     def max_output_tokens(self, segment_lengths: Sequence[int]) -> int:
         """Return how many tokens fit behind segments of these lengths into an otherwise empty pool; may be negative."""
         *before, last = segment_lengths

@@ -11,6 +11,7 @@ from stillroom.config.settings import SearchConfig, SearchMode
 from stillroom.core.arguments import integer, number, one_of, text
 from stillroom.core.ids import RequestId
 from stillroom.core.request import LookupCounts
+from stillroom.engine.events import Route
 from stillroom.errors import UsageError
 from stillroom.rag.hops import Hop, OnHop
 
@@ -375,6 +376,8 @@ class Answer:
     """What a reader of the answer must know, such as that the model cannot read documents."""
     hops: tuple[Hop, ...] = ()
     """The searches of a question that was asked with several hops, in order; empty otherwise."""
+    route: Route | None = None
+    """The engine of a cluster that generated the answer; None from other engines."""
 
 
 def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
@@ -398,6 +401,7 @@ def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
         "lookup": asdict(answer.lookup),
         "citations": [_without_text(citation) for citation in answer.citations],
         "hops": [asdict(hop) for hop in answer.hops],
+        "route": None if answer.route is None else asdict(answer.route),
     }
 
 

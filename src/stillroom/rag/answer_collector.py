@@ -11,7 +11,7 @@ from stillroom.core.ids import RequestId, format_chunk_id
 from stillroom.core.kv import Tier
 from stillroom.core.request import Admission, FinishReason, LookupCounts
 from stillroom.core.reuse import PromptReuse, Variant
-from stillroom.engine.events import Quote, RemoteUsage, TokenEvent
+from stillroom.engine.events import Quote, RemoteUsage, Route, TokenEvent
 from stillroom.errors import RequestAbortedError
 from stillroom.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from stillroom.rag.answer import (
@@ -65,6 +65,7 @@ class AnswerProgress:
         """Time of the first token, on the engine's clock."""
         self._last_at = started.arrival
         self.lookup = LookupCounts()
+        self.route: Route | None = None
         self._admission: Admission | None = None
 
     def note(self, event: TokenEvent) -> None:
@@ -77,6 +78,7 @@ class AnswerProgress:
         self.reuse = event.reuse or self.reuse
         self.lookup = event.lookup or self.lookup
         self._admission = self._admission or event.admission
+        self.route = event.route or self.route
 
     def usage(self) -> RemoteUsage:
         """Counts for engines that send no usage. A piece of text from a server is usually one token."""
@@ -221,6 +223,7 @@ class AnswerCollector:
             confidence=self._confidence,
             warnings=self.started.warnings,
             hops=self.started.hops,
+            route=self._progress.route,
         )
 
 

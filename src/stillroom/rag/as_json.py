@@ -106,6 +106,7 @@ def details_as_json(answer: "Answer") -> JsonObject:
         "lookup": dataclasses.asdict(answer.lookup),
         "citations": [dataclasses.asdict(citation) for citation in answer.citations],
         "hops": [dataclasses.asdict(hop) for hop in answer.hops],
+        "route": None if answer.route is None else dataclasses.asdict(answer.route),
     }
 
 

@@ -45,7 +45,8 @@ class SharedBackend:
     def loaded(self) -> "Backend | None":
         """The tenant's backend; None before the owner has loaded it, and where it does not serve tenants."""
         with suppress(ConfigError):
-            return None if self.owner.backend is None else self.owner.backend.for_tenant(self.salt)
+            backend = self.owner.backend
+            return None if backend is None else backend.for_tenant(self.salt, self.note.tenant)
         return None
 
 
@@ -88,7 +89,7 @@ class PipelineLoader:
         if self.backend:
             return self.backend.name
         engine = self._config.engine
-        return full_name(self._config.runtime.model) if engine.kind == "builtin" else engine.model or engine.base_url
+        return engine.model or engine.base_url if engine.kind == "openai" else full_name(self._config.runtime.model)
 
     @property
     def is_ready(self) -> bool:
@@ -141,11 +142,11 @@ class PipelineLoader:
             return self._pipeline
         return await asyncio.to_thread(self.pipeline)
 
-    def for_tenant(self, salt: str) -> "Backend":
+    def for_tenant(self, salt: str, tenant: str) -> "Backend":
         """The same model and engine for another knowledge base, whose KV names are salted. Raises as `pipeline`."""
         self.pipeline()
         assert self.backend is not None
-        return self.backend.for_tenant(salt)
+        return self.backend.for_tenant(salt, tenant)
 
     def document_windows(self) -> "DocumentWindows":
         """What prepares documents with the model. Raises as `pipeline`.
@@ -161,6 +162,8 @@ class PipelineLoader:
                 raise UsageError(
                     "with reuse.mode = off no KV is kept, so there is nothing to prepare; use --reuse exact"
                 )
+            if self._config.engine.kind == "cluster":
+                raise UsageError("a front prepares no documents; its engines do by themselves (prepare.when_idle)")
             raise UsageError(
                 f"{self.backend.name} keeps no KV of documents, so there is nothing to prepare; choose a model that "
                 "generates text with --model"
@@ -202,8 +205,10 @@ class PipelineLoader:
 
     def _open_backend(self) -> "Backend":
         shared = self._shared
-        backend = self._own_backend() if shared is None else shared.owner.for_tenant(shared.salt)
-        if shared is not None:
+        if shared is None:
+            backend = self._own_backend()
+        else:
+            backend = shared.owner.for_tenant(shared.salt, shared.note.tenant)
             note_owner(self.kv_folder, owner_of(shared.salt), shared.note)
         backend.documents_changed(self._kb)  # another process may have changed them
         return backend
@@ -217,6 +222,10 @@ class PipelineLoader:
 
             cites = config.generation.ask_for_citations
             return connect(config.engine, config.runtime.model, self._clock, asks_for_citations=cites)
+        if config.engine.kind == "cluster":
+            from stillroom.backends import cluster_backend
+
+            return cluster_backend.connect(config, self._clock, self._kb.identity)
         if folder := reader_folder(config.runtime.model):
             from stillroom.backends.reader.reader_backend import build_reader_backend
 
@@ -226,7 +235,7 @@ class PipelineLoader:
         backend = build_backend(config, self._clock, self._kb.path)
         backend.forget_shared(swept.gone)
         for salt, corpus in swept.tenants.items():
-            backend.for_tenant(salt).documents_changed(corpus)
+            backend.for_tenant(salt, "").documents_changed(corpus)
         return backend
 
 

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import Request
 from stillroom.errors import PromptTooLongError, UsageError
+from stillroom.kvcache.blocks.block_table import num_blocks_for
 from stillroom.kvcache.manager import KVCacheManager
 
 
@@ -26,11 +28,29 @@ class SchedulerLimits:
     were kept or computed. The last segment is cut into pieces of this many tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request must fit into, on any engine."""
+
+    max_num_seqs: int
+    max_model_len: int
+    num_blocks: int
+    """Of the KV pool."""
+    block_size: int
+
+
 def check_request(request: Request, num_samples: int, limits: SchedulerLimits, kv: KVCacheManager) -> None:
-    """Refuse a request that can never run. Reads only constants, so any thread may call it.
+    """Refuse a request that can never run; raises as `check_fits`. Reads only constants, so any thread may call it."""
+    pool = kv.pool
+    fits_into = RequestLimits(limits.max_num_seqs, limits.max_model_len, pool.num_blocks, pool.block_size)
+    check_fits(request.prompt, request.sampling.max_tokens, num_samples, fits_into)
+
+
+def check_fits(prompt: SegmentedPrompt, max_tokens: int, num_samples: int, limits: RequestLimits) -> None:
+    """Refuse a prompt with its answers that can never run.
 
     Raises:
-        PromptTooLongError: the request exceeds the model's length or the whole KV pool.
+        PromptTooLongError: it exceeds the model's length or the whole KV pool.
         UsageError: so many samples cannot run at the same time.
     """
     if num_samples > limits.max_num_seqs:
@@ -38,17 +58,16 @@ def check_request(request: Request, num_samples: int, limits: SchedulerLimits, k
             f"n={num_samples} exceeds the {limits.max_num_seqs} sequences that run at the same time; "
             "lower n or raise runtime.max_num_seqs"
         )
-    num_prompt, num_output = request.prompt.num_tokens, request.sampling.max_tokens
-    if num_prompt + num_output > limits.max_model_len:
+    num_prompt = prompt.num_tokens
+    if num_prompt + max_tokens > limits.max_model_len:
         raise PromptTooLongError(
-            f"the prompt has {num_prompt} tokens and max_tokens is {num_output}, together more than the model's "
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together more than the model's "
             f"{limits.max_model_len}; retrieve fewer chunks (top_k) or lower max_tokens"
         )
-    lengths = [len(segment.token_ids) for segment in request.prompt.segments]
-    lengths[-1] += num_output
-    if not kv.can_ever_hold(lengths):
-        pool = kv.pool
+    lengths = [len(segment.token_ids) for segment in prompt.segments]
+    lengths[-1] += max_tokens
+    if num_blocks_for(lengths, limits.block_size) > limits.num_blocks:
         raise PromptTooLongError(
-            f"{num_prompt} prompt tokens and max_tokens={num_output} do not fit into the KV pool of "
-            f"{pool.num_blocks} blocks of {pool.block_size} tokens; raise runtime.kv_bytes or shorten the prompt"
+            f"{num_prompt} prompt tokens and max_tokens={max_tokens} do not fit into the KV pool of "
+            f"{limits.num_blocks} blocks of {limits.block_size} tokens; raise runtime.kv_bytes or shorten the prompt"
         )

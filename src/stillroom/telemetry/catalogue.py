@@ -271,6 +271,45 @@ PROPOSED_TOKENS = MetricSpec(
     ("outcome",),
 )
 
+# Engines of a front, as it counts its own requests
+
+_ENGINE = ("engine",)
+ENGINES_ALIVE = MetricSpec(
+    "stillroom_engine_alive",
+    "gauge",
+    "Whether an engine may get requests of this front, 1 or 0, by its address and by its name in answers.",
+    ("engine", "name"),
+)
+ENGINE_STREAMS = MetricSpec("stillroom_engine_streams_total", "counter", "Requests sent to an engine.", _ENGINE)
+ENGINE_BROKEN = MetricSpec(
+    "stillroom_engine_broken_streams_total",
+    "counter",
+    "Requests that an engine took and did not complete; another engine goes on.",
+    _ENGINE,
+)
+ENGINE_REFUSED = MetricSpec(
+    "stillroom_engine_refused_streams_total",
+    "counter",
+    "Requests that an engine did not take: it was full, shut down or could not be reached.",
+    _ENGINE,
+)
+ENGINE_LOSSES = MetricSpec("stillroom_engine_losses_total", "counter", "Losses of an engine that was in use.", _ENGINE)
+ENGINE_PREDICTED = MetricSpec(
+    "stillroom_engine_predicted_first_token_seconds_total",
+    "counter",
+    "Sum of the predicted seconds from sending a request to its first token, waiting included.",
+    _ENGINE,
+)
+ENGINE_FIRST_TOKEN = MetricSpec(
+    "stillroom_engine_first_token_seconds_total",
+    "counter",
+    "Sum of the real seconds of the same requests.",
+    _ENGINE,
+)
+MIGRATIONS = MetricSpec(
+    "stillroom_migrations_total", "counter", "Requests that went on at another engine after a broken stream."
+)
+
 # Index and documents
 
 INDEX_LISTS = MetricSpec(

@@ -156,7 +156,7 @@ class ReaderBackend:
     def readings(self) -> Readings:
         return {}
 
-    def for_tenant(self, salt: str) -> "ReaderBackend":
+    def for_tenant(self, salt: str, tenant: str) -> "ReaderBackend":
         return replace(self, salt=salt, owns_engine=False)
 
     def cancel(self, request_id: RequestId) -> None:

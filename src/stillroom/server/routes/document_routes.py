@@ -308,5 +308,7 @@ class _UploadEvents(StreamingResponse):
 def begin_preparing(stillroom: "Stillroom") -> None:
     """Prepare documents while the model answers no question, if the settings say so (`prepare.when_idle`)."""
     when, reuse = stillroom.config.prepare.when_idle, stillroom.config.reuse
+    if stillroom.config.engine.kind == "cluster":
+        return  # the engines do
     if reuse.keeps_kv and (when == "on" or (when == "auto" and reuse.mode == "prepared")):
         stillroom.preparing.begin()

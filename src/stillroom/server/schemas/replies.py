@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from stillroom.config.settings import SearchMode
 from stillroom.core.request import LookupCounts
+from stillroom.engine.events import Route
 from stillroom.rag.answer import Citation, CopyOfChunk, ReuseReport, Source, SpeculationReport, Timing
 from stillroom.rag.hops import Hop
 
@@ -65,6 +66,8 @@ class AnswerDetails(Reply):
     """Of the answer with the index 0."""
     hops: list[Hop] = []
     """The searches of a question that was asked with several hops."""
+    route: Route | None = None
+    """The engine of a cluster that generated the answer; null from other engines."""
 
 
 class StreamDetails(Reply):
@@ -83,6 +86,7 @@ class StreamDetails(Reply):
     citations: list[Citation] | None = None
     hop: Hop | None = None
     hops: list[Hop] | None = None
+    route: Route | None = None
 
 
 class UrlCitation(Reply):

@@ -1,0 +1,373 @@
+"""The engines of one front: which of them may get requests, which one gets the next, and what each did.
+
+Pure bookkeeping: every method gets the time. `FrontBeliefs` has what the engines hold; here are their information,
+their problems, and the requests under way.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from stillroom.cluster.front_beliefs import EngineReport, FrontBeliefs
+from stillroom.cluster.prediction import predict
+from stillroom.cluster.routed_request import routed_request
+from stillroom.cluster.routers import MAX_AGE_SECONDS, CostRouter, LeastLoaded, Router
+from stillroom.cluster.wire_state import EngineInfo, EngineState
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import SegmentedPrompt
+from stillroom.errors import EngineRefusedError, EngineUnavailableError
+from stillroom.kvcache.tree.pieces import PrefixKeys
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_DIGITS = 12
+"""Of a fingerprint in messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What every engine must agree on with this front."""
+
+    vocabulary: bytes
+    """Digest of the front's tokenizer (`Tokenizer.vocabulary_digest`)."""
+    knowledge_base: str
+    """Identity of the default tenant's knowledge base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A stream of a request from an engine."""
+
+    engine: str
+    epoch: int
+    """Of the engine: another one once it was lost."""
+    number: int
+    at: float
+    fingerprint: bytes
+    """Of the engine's model."""
+    predicted_seconds: float | None
+    """To the first token, waiting included; None without a cost profile."""
+    num_expected_tokens: int
+    """Prompt tokens whose KV the engine is believed to reuse."""
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Requests of this front to an engine, since the front started."""
+
+    num_sent: int = 0
+    """Streams that were asked for."""
+    num_broken: int = 0
+    """Streams that ended before their answers."""
+    num_refused: int = 0
+    """Requests that the engine did not take: it was full, or could not be reached."""
+    num_losses: int = 0
+    """Times that the engine was lost."""
+    num_predicted: int = 0
+    """First tokens with a prediction."""
+    predicted_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    """Sum over the same first tokens."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    epoch: int = 0
+    info: EngineInfo | None = None
+    """None while it is lost or refused."""
+    sequence: int = 0
+    state: EngineState | None = None
+    is_paused: bool = False
+    """It refused a request since its last report."""
+    problem: str = "it was not heard of yet"
+    """Why it gets no request; empty if it may get one."""
+    is_misfit: bool = False
+    """Whether it was asked, and does not fit this front."""
+    open: dict[int, bool] = field(default_factory=dict)
+    """Requests under way, of this epoch, by number: whether the first token was there."""
+    counts: EngineCounts = field(default_factory=EngineCounts)
+
+
+class Totals(TypedDict):
+    """Sums over the engines that may get requests."""
+
+    num_waiting: int
+    num_running: int
+    num_blocks: int
+    num_free_blocks: int
+
+
+class FrontEngines:
+    """The engines of one front. Used from one thread."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._engines: dict[str, _Engine] = {}
+        self._beliefs = FrontBeliefs()
+        self._router: Router = LeastLoaded()
+        self._keys: PrefixKeys | None = None
+        self._model: EngineInfo | None = None
+        """Of the engine whose costs and model count for all."""
+        self._num_sent = 0
+        self._num_epochs = 0
+        self._totals: Totals | None = None
+        """Of the states now."""
+
+    @property
+    def addresses(self) -> list[str]:
+        return list(self._engines)
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Add new engines, and forget those that are not named any more; their streams go on."""
+        for address in [one for one in self._engines if one not in addresses]:
+            self.on_lost(address, "it is not named any more")
+            del self._engines[address]
+        for address in addresses:
+            self._engines.setdefault(address, _Engine())
+
+    # What engines say
+
+    def asks(self, address: str) -> tuple[str, int] | None:
+        """Return run and sequence of the next request for an engine's state; None: ask for its information first."""
+        engine = self._engines[address]
+        return None if engine.info is None else (engine.info.run, engine.sequence)
+
+    def on_info(self, address: str, info: EngineInfo, now: float) -> None:
+        """Begin to use an engine, or note why it does not fit this front or its other engines."""
+        engine = self._engines[address]
+        try:
+            self._check(address, info)
+        except EngineRefusedError as error:
+            self.on_misfit(address, str(error))
+            return
+        if not any(one.info for one in list(self._engines.values())):
+            self._use_model(info)
+        self._num_epochs += 1
+        engine.epoch, engine.info, engine.sequence, engine.state = self._num_epochs, info, 0, None
+        engine.is_misfit = False
+        engine.open.clear()
+        self._beliefs.add_engine(address, now)
+
+    def on_state(self, address: str, state: EngineState, asked_at: float) -> bool:
+        """Take an engine's state; returns False if it is of another run, so that its information must be asked for.
+
+        Args:
+            asked_at: when the front asked: what it sent later may be missing in the state.
+        """
+        engine = self._engines.get(address)
+        if engine is None or engine.info is None:
+            return False
+        if state.run != engine.info.run:
+            self.on_lost(address, "it started again")
+            return False
+        engine.sequence, engine.state, engine.is_paused = state.sequence, state, False
+        report = EngineReport(
+            at_seconds=asked_at,
+            changes=state.changes if not state.is_all else self._since_all(address, state, asked_at),
+            queue_seconds=state.queue_seconds,
+            num_outstanding=state.num_outstanding,
+        )
+        self._beliefs.on_report(address, report)
+        self._totals = None
+        self._set_problem(address, engine, "it is shutting down" if state.is_draining else "")
+        return True
+
+    def _since_all(self, address: str, state: EngineState, now: float) -> dict[bytes, Tier | None]:
+        """Return all names that an engine holds as changes."""
+        believed = next(one.held for one in self._beliefs.at(now) if one.engine_id == address)
+        return {**dict.fromkeys(believed), **state.changes}
+
+    def on_misfit(self, address: str, problem: str) -> None:
+        """Note that an engine does not fit this front: it gets no request until it does."""
+        self.on_lost(address, problem)
+        if (engine := self._engines.get(address)) is not None:
+            engine.is_misfit = True
+
+    def on_lost(self, address: str, problem: str) -> None:
+        """Stop using an engine until its information is there again."""
+        engine = self._engines.get(address)
+        if engine is None:
+            return
+        engine.is_misfit = False
+        if engine.info is not None:
+            self._beliefs.lose_engine(address)
+            engine.info = engine.state = None
+            engine.counts.num_losses += 1
+        self._set_problem(address, engine, problem)
+
+    def on_silent(self, address: str, problem: str) -> None:
+        """Send nothing more to an engine until its next report; it is not lost yet."""
+        engine = self._engines.get(address)
+        if engine is not None:
+            self._set_problem(address, engine, problem)
+
+    def _check(self, address: str, info: EngineInfo) -> None:
+        """Raises EngineRefusedError: an engine does not fit."""
+        if info.vocabulary != self._expected.vocabulary:
+            raise EngineRefusedError(
+                f"the engine at {address} runs {info.model}, whose tokens are not those of this front's model; give "
+                "the same --model (runtime.model) to both"
+            )
+        if info.knowledge_base != self._expected.knowledge_base:
+            raise EngineRefusedError(
+                f"the engine at {address} has another knowledge base than this front; give the same --kb to both"
+            )
+        for other, engine in list(self._engines.items()):
+            if other != address and engine.info is not None and engine.info.fingerprint != info.fingerprint:
+                raise EngineRefusedError(
+                    f"the engine at {address} runs {_model(info)}, and the one at {other} runs {_model(engine.info)}; "
+                    "all engines need the same model, dtype and version"
+                )
+
+    def _use_model(self, info: EngineInfo) -> None:
+        self._model = info
+        self._keys = PrefixKeys(info.fingerprint, info.tail_tokens) if info.tail_tokens else None
+        self._router = LeastLoaded() if info.costs is None else CostRouter(info.costs)
+        self._beliefs = FrontBeliefs(places_computed=info.places_computed)
+
+    def _set_problem(self, address: str, engine: _Engine, problem: str) -> None:
+        if problem != engine.problem:
+            self._totals = None
+            if problem:
+                logger.warning("the engine at %s gets no requests: %s", address, problem)
+            else:
+                logger.info("the engine at %s gets requests; answers name it %s", address, engine_name(address))
+        engine.problem = problem
+
+    # Requests
+
+    def send(self, prompt: SegmentedPrompt, salt: str, now: float) -> Sent:
+        """Choose an engine for a prompt, and note that it gets it.
+
+        Raises:
+            EngineUnavailableError: no engine may get it now.
+        """
+        usable = [
+            one
+            for one in self._beliefs.at(now)
+            if one.age_seconds <= MAX_AGE_SECONDS
+            and not self._engines[one.engine_id].problem
+            and not self._engines[one.engine_id].is_paused
+        ]
+        if not usable or self._model is None:
+            raise EngineUnavailableError("no engine takes requests now; ask again later")
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        pieces = () if self._keys is None else self._keys.pieces(prompt, salt)
+        request = routed_request(number, pieces, prompt.num_tokens)
+        chosen = self._router.choose(request, usable)
+        engine, costs = self._engines[chosen.engine_id], self._model.costs
+        prediction = None if costs is None else predict(request, chosen.held, costs)
+        work = 0.0 if prediction is None else prediction.seconds
+        self._beliefs.on_sent(chosen.engine_id, request, work, now)
+        engine.open[number] = False
+        engine.counts.num_sent += 1
+        assert engine.info is not None, "beliefs know engines with information only"
+        return Sent(
+            chosen.engine_id,
+            engine.epoch,
+            number,
+            now,
+            engine.info.fingerprint,
+            None if prediction is None else chosen.queue_seconds + work,
+            0 if prediction is None else prediction.num_reused_tokens,
+        )
+
+    def on_first_token(self, sent: Sent, now: float) -> None:
+        """Note the first token of a stream."""
+        engine = self._engines.get(sent.engine)
+        if engine is None:
+            return
+        if sent.predicted_seconds is not None:
+            engine.counts.num_predicted += 1
+            engine.counts.predicted_seconds += sent.predicted_seconds
+            engine.counts.first_token_seconds += now - sent.at
+        if self._is_open(engine, sent):
+            engine.open[sent.number] = True
+            self._beliefs.on_first_token(sent.engine, sent.number, now)
+
+    def on_end(self, sent: Sent, now: float) -> None:
+        """Note that a stream ended, whether it was complete or not."""
+        engine = self._engines.get(sent.engine)
+        if engine is not None and self._is_open(engine, sent):
+            if not engine.open.pop(sent.number):  # never computed: from now on, reports tell what the engine holds
+                self._beliefs.on_first_token(sent.engine, sent.number, now)
+            self._beliefs.on_end(sent.engine, sent.number, now)
+
+    def on_broken(self, sent: Sent, problem: str) -> None:
+        """Note that a stream ended before its answers: its engine is lost until it answers again."""
+        if (engine := self._engines.get(sent.engine)) is not None:
+            engine.counts.num_broken += 1
+            self._lose_epoch(engine, sent, problem)
+
+    def on_refused(self, sent: Sent, problem: str, *, is_lost: bool) -> None:
+        """Note that an engine did not take a request. It gets no other until its next report.
+
+        Args:
+            is_lost: it could not be reached.
+        """
+        if (engine := self._engines.get(sent.engine)) is not None:
+            engine.counts.num_refused += 1
+            if is_lost:
+                self._lose_epoch(engine, sent, problem)
+            engine.is_paused = True
+
+    def _lose_epoch(self, engine: _Engine, sent: Sent, problem: str) -> None:
+        if engine.epoch == sent.epoch:  # else it was lost before, and may be back
+            self.on_lost(sent.engine, problem)
+
+    def _is_open(self, engine: _Engine, sent: Sent) -> bool:
+        return engine.info is not None and engine.epoch == sent.epoch and sent.number in engine.open
+
+    # What the front tells
+
+    @property
+    def num_alive(self) -> int:
+        """Engines that may get requests."""
+        return sum(not one.problem for one in list(self._engines.values()))
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why engines get no requests, by address; only for the operator."""
+        return {address: one.problem for address, one in list(self._engines.items()) if one.problem}
+
+    @property
+    def are_misfits(self) -> bool:
+        """Whether every engine was asked, and none fits this front."""
+        return bool(self._engines) and all(one.is_misfit for one in list(self._engines.values()))
+
+    @property
+    def infos(self) -> list[EngineInfo]:
+        """Of the engines that fit, lost ones excluded."""
+        return [one.info for one in list(self._engines.values()) if one.info is not None]
+
+    @property
+    def counts(self) -> dict[str, EngineCounts]:
+        return {address: one.counts for address, one in list(self._engines.items())}
+
+    @property
+    def totals(self) -> Totals:
+        """Read for every token of every answer."""
+        found = self._totals  # another thread may reset it
+        if found is None:
+            found = self._totals = self._sum_of_states()
+        return found
+
+    def _sum_of_states(self) -> Totals:
+        states = [one.state for one in list(self._engines.values()) if one.state is not None and not one.problem]
+        return Totals(
+            num_waiting=sum(one.num_waiting for one in states),
+            num_running=sum(one.num_running for one in states),
+            num_blocks=sum(one.num_blocks for one in states),
+            num_free_blocks=sum(one.num_free_blocks for one in states),
+        )
+
+
+def engine_name(address: str) -> str:
+    """Return the name of an engine in answers, whose readers need not know the address."""
+    return f"engine-{hashlib.blake2b(address.encode(), digest_size=4).hexdigest()}"
+
+
+def _model(info: EngineInfo) -> str:
+    return f"{info.model} (fingerprint {info.fingerprint.hex()[:_SHOWN_DIGITS]}, version {info.version})"
