@@ -8,6 +8,7 @@ import pytest
 
 from stillroom.config.load import load_config, settings
 from stillroom.config.settings import (
+    ClusterConfig,
     EngineConfig,
     IndexConfig,
     PrepareConfig,
@@ -248,6 +249,13 @@ def test_secret_comes_from_the_environment_and_is_never_shown() -> None:
     with pytest.raises(ConfigError, match="give it in the environment: STILLROOM_ENGINE__API_KEY") as caught:
         load_config(env={})
     assert "sk-do-not-show" not in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["two words", "line\n", "tab\t", "\u00e4"])
+def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(secret: str) -> None:
+    with pytest.raises(ConfigError, match="openssl rand -hex 32") as caught:
+        ClusterConfig(secret=secret)
+    assert secret not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from stillroom.kvcache.tree.knowledge_tree import KnowledgeTree
 from stillroom.kvcache.tree.pieces import PrefixKeys
 from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom.kvstore.device import DeviceStore, KVShape
-from stillroom.kvstore.disk import DiskStore, shrink_other_models
+from stillroom.kvstore.disk import open_disk, shrink_other_models
 from stillroom.kvstore.files import size_on_disk
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.record import Defect
@@ -188,9 +188,10 @@ def build_cache(  # noqa: PLR0913  the parts, once
     if not config.keeps_kv or profile is None:
         return KVCache(KVCacheManager(pool), device)
     fingerprint = kv_fingerprint(fingerprint)
-    disk = DiskStore(folder, fingerprint) if folder is not None and config.disk_bytes else None
+    writers = config.disk_writers or 1
+    disk = open_disk(folder, fingerprint, writers) if folder is not None and config.disk_bytes else None
     if disk is not None and folder is not None and disk.is_writer:
-        others = shrink_other_models(folder, fingerprint, config.disk_bytes // 2)
+        others = shrink_other_models(folder, fingerprint, config.disk_bytes // 2, writers)
         config = replace(config, disk_bytes=max(0, config.disk_bytes - others))
     if config.preload == "layers":
         device.preload_layers()

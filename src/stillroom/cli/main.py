@@ -24,6 +24,7 @@ from stillroom.cli import (
     calibrate,
     console,
     documents,
+    engine,
     explain,
     keys,
     mcp,
@@ -58,6 +59,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "search": (search.search, search.HELP),
     "ask": (ask.ask, ask.HELP),
     "serve": (serve.serve, serve.HELP),
+    "engine": (engine.engine, engine.HELP),
     "mcp": (mcp.mcp, mcp.HELP),
     "explain": (explain.explain, explain.HELP),
     "prepare": (prepare.prepare, prepare.HELP),
@@ -216,7 +218,7 @@ def _terminate(*_: object) -> None:
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code. Changes no process state except logging."""
     as_json = "--json" in _before_dashes(args)
-    is_dated = _is_debugging() or args[:1] == ["serve"]
+    is_dated = _is_debugging() or args[:1] in (["serve"], ["engine"])
     level = "DEBUG" if _is_debugging() else "WARNING"
     configure_logging(level, as_json=as_json, is_dated=is_dated, before=console.begin_note)
     try:

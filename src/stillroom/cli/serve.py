@@ -49,6 +49,11 @@ _BACKGROUND_WORK = (
 )
 """Loggers whose records tell what the server itself does and uses; shown without --quiet."""
 
+TenantsOption = Annotated[
+    Path | None,
+    typer.Option("--tenants", metavar="DIR", help="Folder of the knowledge bases of tenants other than `default`."),
+]
+
 HELP = help_text(
     "Serve a knowledge base over HTTP, with OpenAI's routes.",
     "The server accepts connections at once; until the model is loaded, /readyz returns 503 and the loading step. "
@@ -88,10 +93,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
             "--keys", metavar="FILE", help="File of API keys, made by `stillroom keys`; requests then need a key."
         ),
     ] = None,
-    tenants: Annotated[
-        Path | None,
-        typer.Option("--tenants", metavar="DIR", help="Folder of the knowledge bases of tenants other than `default`."),
-    ] = None,
+    tenants: TenantsOption = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow other machines to connect without keys.")] = False,
     mcp: Annotated[bool, typer.Option("--mcp", help="Also serve the Model Context Protocol, at /mcp.")] = False,
     config: ConfigOption = None,
@@ -141,8 +143,8 @@ def serve(  # noqa: PLR0913  one parameter per flag
         server.run(lambda loading: served.load(access, loading), announce, settings.server)
         if server.is_loading:
             notify("stopped while loading")
-            _end_process()
-        with _ignoring_signals():
+            end_process()
+        with ignoring_signals():
             opened.close()
         notify("stopped")
 
@@ -180,7 +182,7 @@ class _ServedApp:
         return create_app(own, tenants=tenants, keys=access.keys, host=config.host, tracing=tracing)
 
 
-def _end_process() -> NoReturn:
+def end_process() -> NoReturn:
     """End the process without unwinding, because the loading thread may be in native code that cannot be interrupted.
 
     Files are left as after a kill, which loses nothing (docs/durability.md).
@@ -191,7 +193,7 @@ def _end_process() -> NoReturn:
 
 
 @contextlib.contextmanager
-def _ignoring_signals() -> Iterator[None]:
+def ignoring_signals() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM during the short shutdown, in which threads still run."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -121,6 +121,10 @@ class ReuseConfig:
     disk_bytes: AtLeastZero = 4 * 1024**3
     """Disk for KV, in the folder `kv` of the knowledge base; survives restarts. Counts whole files with their headers
     of 4 KiB and the empty part of the last block. KV of other models takes at most half of it. 0: none."""
+    disk_writers: Annotated[int, Range(0, 64)] = 0
+    """Most processes that keep KV on disk for the same knowledge base and model at the same time, each in a folder of
+    its own with `disk_bytes`; further ones only read what the first one has stored. 0: 16 for `stillroom engine`, else
+    1."""
     prefetch_bytes: AtLeastZero = 256 * 1024**2
     """Host memory for KV prefetched from disk for waiting questions. 0: none."""
     kv_tier: str = ""

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, LookupCounts, Request
@@ -43,6 +44,8 @@ class AsyncEngine:
         self._listeners: dict[RequestId, Listener] = {}
         self._closing = threading.Lock()  # orders every submit before, or after, the final None
         self._is_closed = False
+        self.on_step: Callable[[Engine], object] | None = None
+        """Called in the engine's thread before each step; must return quickly."""
         self.has_failed = False
         """Whether the thread ended with an error. Its record of what is on the device may be wrong then."""
         self._thread = threading.Thread(target=self._run, name="stillroom-engine", daemon=True)
@@ -78,6 +81,11 @@ class AsyncEngine:
     def num_free_blocks(self) -> int:
         """Blocks that are free, or that hold kept KV which no request uses."""
         return self._engine.scheduler.kv.num_free_blocks
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is running or follows, preparing ones included."""
+        return self._engine.scheduler.has_work
 
     @property
     def num_waiting(self) -> int:
@@ -202,6 +210,7 @@ class AsyncEngine:
     def _serve(self) -> None:
         while self._take_commands():
             self._carry_out(self._before_step)
+            self._carry_out(None if self.on_step is None else partial(self.on_step, self._engine))
             try:
                 events = self._engine.step()
             except BaseException as error:  # every listener must get a last event

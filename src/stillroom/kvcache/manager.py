@@ -45,6 +45,7 @@ class KVCacheManager:
     def __init__(self, pool: BlockPool, reuse: Reuse | None = None) -> None:
         self.pool = pool
         self.reuse = reuse
+        self._changed: set[bytes] = set()
 
     def allow_anywhere(self, options: AnywhereOptions | None) -> None:
         """Place chunks by these options from the next admission on; None: place none. Does nothing without reuse."""
@@ -113,7 +114,7 @@ class KVCacheManager:
     def watch_changes(self) -> None:
         """Start to remember which nodes gain or lose copies, for `take_changes`."""
         if self.reuse is not None:
-            self.reuse.tree.watch_changes()
+            self._changed = self.reuse.tree.watch_changes()
 
     @property
     def uses_prepared(self) -> bool:
@@ -136,7 +137,9 @@ class KVCacheManager:
 
     def take_changes(self) -> set[bytes]:
         """Return keys and contents of the nodes that gained or lost a copy since the last call."""
-        return set() if self.reuse is None else self.reuse.tree.take_changes()
+        changed = set(self._changed)
+        self._changed.clear()
+        return changed
 
     def protect(self, lease: Lease) -> None:
         """Evict what a waiting sequence will use last, and start to read what is on disk or in the shared tier."""

@@ -8,6 +8,7 @@ docs/kv-records.md
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 from collections import Counter
@@ -298,19 +299,50 @@ class DiskStore:
             logger.warning("%s: %s", consequence, error)
 
 
-def shrink_other_models(root: Path, fingerprint: bytes, max_bytes: int) -> int:
+def open_disk(root: Path, fingerprint: bytes, num_writers: int = 1) -> DiskStore:
+    """Open a model's folder, or if another process writes to it, the first of `num_writers - 1` further ones.
+
+    Processes that run at the same time then keep KV each in a folder of its own. Further folders are named as those of
+    other models, so that KV of removed documents is dropped from all of them.
+
+    Returns:
+        A store that writes, or if every folder has a writer, a reader of the model's own.
+    """
+    for folder_fingerprint in _of_writers(fingerprint, num_writers) if num_writers > 1 else ():
+        folder = folder_of(root, folder_fingerprint)
+        with contextlib.suppress(OSError):
+            make_folder(folder)
+        if (lock := _locked(folder)) is not None:
+            lock.release()
+            store = DiskStore(root, folder_fingerprint)
+            if store.is_writer:
+                return store
+    return DiskStore(root, fingerprint)
+
+
+def _of_writers(fingerprint: bytes, num_writers: int) -> list[bytes]:
+    """Return the names of a model's folders, its own first."""
+    further = (hashlib.sha256(b"stillroom-kv-writer\0%d\0" % number + fingerprint) for number in range(1, num_writers))
+    return [fingerprint, *(name.digest() for name in further)]
+
+
+def shrink_other_models(root: Path, fingerprint: bytes, max_bytes: int, num_writers: int = 1) -> int:
     """Remove KV of other models until at most this many bytes of it are left.
 
     Starts with the model that was stored to least recently, and with its last records, which depend on earlier ones.
     Models that a process writes to keep theirs.
 
+    Args:
+        num_writers: as in `open_disk`; all these folders are of this model.
+
     Returns:
         Bytes of other models that are left.
     """
     records: dict[Path, list[tuple[float, int, Path]]] = {}
+    own = _of_writers(fingerprint, num_writers)
     for other in fingerprints(root):
         folder = folder_of(root, other)
-        if other != fingerprint and (found := [*_sized(record_paths(folder))]):
+        if other not in own and (found := [*_sized(record_paths(folder))]):
             records[folder] = sorted(found, reverse=True)
     left = sum(size for found in records.values() for _, size, _ in found)
     for folder in sorted(records, key=lambda folder: records[folder][0]):

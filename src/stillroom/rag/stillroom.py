@@ -47,6 +47,7 @@ from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 if TYPE_CHECKING:  # they import torch, which listing and removing documents can do without
+    from stillroom.backends.base import Backend
     from stillroom.rag.prompt_tokens import PromptTokenizer
     from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 
@@ -492,6 +493,11 @@ class Stillroom:
         return model_warnings(self.model_name)
 
     @property
+    def identity(self) -> str:
+        """Id of the knowledge base and its copies; a new one in the same folder has another."""
+        return self._opened_kb.identity
+
+    @property
     def num_documents(self) -> int:
         """Files, and records of JSONL files, that are indexed."""
         return self._kb.num_documents
@@ -511,6 +517,17 @@ class Stillroom:
     def num_free_blocks(self) -> int:
         """KV blocks that no running request uses."""
         return backend.load.num_free_blocks if (backend := self._loader.backend) else 0
+
+    def load_backend(self) -> "Backend":
+        """Load the model alone, without the embedder and the indexes, and return it as it answers for this knowledge
+        base. Only for processes that generate from prompts of others (docs/wire.md).
+
+        Raises:
+            ModelError: the model cannot be loaded.
+        """
+        self._loader.pipeline()
+        assert self._loader.backend is not None
+        return self._loader.backend
 
     def warm_up(self) -> None:
         """Load the model, the embedder, the reranker and the indexes now instead of with the first question."""

@@ -10,7 +10,7 @@ token of each sample, and then the followers become sequences of their own that 
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from stillroom.core.batch import Batch, BlockCopy, SampledToken, ScheduledSequence, StepResult
 from stillroom.core.ids import BlockId, ChunkId, RequestId
@@ -76,6 +76,16 @@ class Scheduler:
         """Running requests without a token yet, preparing ones left out. Thread-safe."""
         running = list(self._running.values())
         return sum(not (sequence.num_new or sequence.request.prepares) for sequence in running)
+
+    def pending_prefills(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield the tokens that have their KV and those to compute: of each running prompt, and of each waiting
+        request, of which at most the first `most` are looked at."""
+        for sequence in self._running.values():
+            if not (sequence.is_decoding or sequence.request.prepares or sequence.request.is_background):
+                yield sequence.num_computed, sequence.num_to_compute
+        for sequence in islice(self._waiting, most):
+            candidate = self._candidate(sequence)
+            yield candidate.num_cached, candidate.num_to_compute
 
     @property
     def has_work(self) -> bool:

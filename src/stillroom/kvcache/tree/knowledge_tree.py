@@ -90,10 +90,16 @@ class KnowledgeTree:
         keeps."""
         return [node for node in self._nodes.variants(content) if node.tier is not Tier.NETWORK]
 
-    def tier_of(self, name: bytes) -> Tier | None:
-        """Return the fastest tier that holds a node of this key, or any node of this content; None if none does."""
+    def tier_of(self, name: bytes, *, only_prepared: bool = False) -> Tier | None:
+        """Return the fastest tier that holds a node of this key, or any node of this content; None if none does.
+
+        Args:
+            only_prepared: count a content only where a copy in its document's context has it.
+        """
         node = self._nodes.get(NodeKey(name))
         nodes = self._nodes.variants(name) if node is None else [node]
+        if only_prepared and node is None:
+            nodes = [one for one in nodes if one.document_path]
         return min((one.tier for one in nodes if one.tier is not None), default=None)
 
     def was_evicted(self, piece: Piece) -> bool:
@@ -140,13 +146,10 @@ class KnowledgeTree:
         """Return the chunks of a tenant that some kept KV has seen."""
         return {chunk_id for node in self._nodes if node.owner == owner for chunk_id in _own_chunks(node)}
 
-    def watch_changes(self) -> None:
-        """Start to remember which copies come and go, for `take_changes`."""
-        self._tiers.watch_changes()
-
-    def take_changes(self) -> set[bytes]:
-        """Return keys and contents of the nodes that gained or lost a copy since the last call."""
-        return self._tiers.take_changes()
+    def watch_changes(self) -> set[bytes]:
+        """Return a new set, which gets keys and contents of the nodes that gain or lose a copy from now on. The caller
+        clears it."""
+        return self._tiers.watch_changes()
 
     # Using
 

@@ -34,7 +34,7 @@ class TierState:
         self._pool = pool
         self._options = options
         self._now = now
-        self._changed: set[bytes] | None = None
+        self._watchers: list[set[bytes]] = []
         self._capacity = {Tier.HOST: options.host_bytes, Tier.DISK: options.disk_bytes}
         self._unused_capacity = {Tier.HOST: options.unused_host_bytes, Tier.DISK: options.unused_disk_bytes}
         self._used = dict.fromkeys(Tier, 0)
@@ -181,18 +181,16 @@ class TierState:
         node.is_lower[tier] = False
         self._update_queues(node, (tier,))
 
-    def watch_changes(self) -> None:
-        """Start to remember which copies come and go, for `take_changes`."""
-        self._changed = set()
-
-    def take_changes(self) -> set[bytes]:
-        """Return keys and contents of the nodes that gained or lost a copy since the last call."""
-        changed, self._changed = self._changed or set(), None if self._changed is None else set()
+    def watch_changes(self) -> set[bytes]:
+        """Return a new set, which gets keys and contents of the nodes that gain or lose a copy from now on. The caller
+        clears it."""
+        changed: set[bytes] = set()
+        self._watchers.append(changed)
         return changed
 
     def _count_copy(self, node: Node, tier: Tier, by: int) -> None:
-        if self._changed is not None:
-            self._changed |= {node.key, node.content}
+        for changed in self._watchers:
+            changed |= {node.key, node.content}
         self._num_copies[tier] += by
         self._used[tier] += by * self.size(node, tier)
         if not node.is_used:

@@ -15,7 +15,7 @@ from stillroom.backends.assembly import reuse_of, tree_options
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.clock import VirtualClock
 from stillroom.core.ids import RequestId
-from stillroom.core.kv import NodeKey, Tier
+from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
 from stillroom.core.request import Request, SamplingParams
 from stillroom.engine.engine import Engine
@@ -128,7 +128,8 @@ class SimulatedRuntime(SteppedEngine):
             batch_delay_s=hardware.batch_delay_seconds,
             preparing_tokens=hardware.step_tokens,  # no question comes while documents are prepared
         )
-        self._manager = manager = _WatchedManager(pool, _reuse(hardware, self._policy, pool, self._mover()))
+        self._manager = manager = KVCacheManager(pool, _reuse(hardware, self._policy, pool, self._mover()))
+        self._changed: set[bytes] = set()
         self._scheduler = _TimedScheduler(manager, limits, SCHEDULING[self._policy.scheduling], self._policy.window)
         self._scheduler.seconds = []
         self._runner = ModelledRunner(
@@ -220,17 +221,18 @@ class SimulatedRuntime(SteppedEngine):
 
     def watch_changes(self) -> None:
         """Start to remember which KV is kept, for `take_changes`."""
-        self._manager.is_watched = True
-        self._manager.watch_changes()
+        if self._manager.reuse is not None:
+            self._changed = self._manager.reuse.tree.watch_changes()
 
     def take_changes(self) -> dict[bytes, Tier | None]:
         """Return the keys and contents whose kept KV changed since the last call, with the fastest tier that holds
         them; None: no tier. With `prepared` a content is held where a copy in its document's context is."""
-        names, reuse = sorted(self._manager.take_watched()), self._manager.reuse
+        names, reuse = sorted(self._changed), self._manager.reuse
+        self._changed.clear()
         if reuse is None:
             return {}
-        tier_of = _prepared_tier_of if self._policy.reuse.mode == "prepared" else KnowledgeTree.tier_of
-        return {name: tier_of(reuse.tree, name) for name in names}
+        only_prepared = self._policy.reuse.mode == "prepared"
+        return {name: reuse.tree.tier_of(name, only_prepared=only_prepared) for name in names}
 
     def kept_contents(self) -> set[bytes]:
         """Return the contents of all kept KV."""
@@ -307,33 +309,6 @@ class SimulatedRuntime(SteppedEngine):
         self.clock.advance(seconds + 1e-9)
 
 
-class _WatchedManager(KVCacheManager):
-    """Tells changes of kept KV to two readers: the scheduler, and `SimulatedRuntime.take_changes`."""
-
-    is_watched = False
-
-    def __init__(self, pool: BlockPool, reuse: Reuse | None) -> None:
-        super().__init__(pool, reuse)
-        self._for_scheduler: set[bytes] = set()
-        self._watched: set[bytes] = set()
-
-    def take_changes(self) -> set[bytes]:
-        self._read()
-        changed, self._for_scheduler = self._for_scheduler, set()
-        return changed
-
-    def take_watched(self) -> set[bytes]:
-        self._read()
-        changed, self._watched = self._watched, set()
-        return changed
-
-    def _read(self) -> None:
-        changed = super().take_changes()
-        self._for_scheduler |= changed
-        if self.is_watched:
-            self._watched |= changed
-
-
 class _TimedScheduler(Scheduler):
     """Measures the real seconds of its decisions."""
 
@@ -350,13 +325,6 @@ class _TimedScheduler(Scheduler):
         updates = super().update(batch, result, began, ended)
         self.seconds[-1] += time.perf_counter() - started
         return updates
-
-
-def _prepared_tier_of(tree: KnowledgeTree, name: bytes) -> Tier | None:
-    """Return the fastest tier that holds a node of this key, or a prepared copy of this content."""
-    node = tree.get(NodeKey(name))
-    nodes = [one for one in tree.variants(name) if one.document_path] if node is None else [node]
-    return min((one.tier for one in nodes if one.tier is not None), default=None)
 
 
 def _reuse(hardware: HardwareModel, policy: EnginePolicy, pool: BlockPool, mover: ModelledMover) -> Reuse | None:

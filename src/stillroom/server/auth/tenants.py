@@ -71,6 +71,8 @@ class Tenants:
     """The default tenant's `Stillroom`; the caller closes it."""
     folder: Path | None = None
     """Holds a folder per other tenant, of the tenant's name. None: only the default tenant is served."""
+    creates: bool = True
+    """Whether the first request of a tenant creates its knowledge base."""
     on_open: "Callable[[str, Stillroom], None] | None" = None
     """Called with each tenant that was opened."""
     _open: "dict[str, Stillroom]" = field(default_factory=dict)
@@ -100,7 +102,9 @@ class Tenants:
                     )
                     del self._open[tenant]
                     found.close()
-                found = self._open[tenant] = self.default.for_tenant(self._folder_of(tenant), tenant)
+                found = self._open[tenant] = self.default.for_tenant(
+                    self._folder_of(tenant), tenant, create=self.creates
+                )
                 if self.on_open is not None:
                     self.on_open(tenant, found)
             return found
@@ -127,7 +131,8 @@ class Tenants:
         check_name("tenant", tenant)
         if self.folder is None:
             raise ConfigError(f"the tenant {tenant!r} has no knowledge base; set server.tenants_folder")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users must not read tenants' names
+        if self.creates:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users must not read tenants' names
         return self.folder / tenant
 
 
