@@ -1,6 +1,6 @@
 """`ClusterBackend`: prepares prompts in this process; engines in other processes continue them (docs/cluster.md).
 
-Loads the model's tokenizer, not its weights, and imports no torch.
+Loads the model's tokenizer, not its weights.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""`TokenBackend`: what backends share that write prompts as segments of tokens, wherever these are continued.
-
-Imports no torch.
-"""
+"""`TokenBackend`: what backends share that write prompts as segments of tokens, wherever these are continued."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -112,7 +112,10 @@ class ClusterClient:
             )
         with _connection_errors(self._silence_s):
             async with self._client.stream(
-                "POST", f"{address}{PREFIX}/answers", content=body, headers={"Content-Type": "application/json"}
+                "POST",
+                f"{address}{PREFIX}/answers",
+                content=body,
+                headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
             ) as response:
                 if response.status_code != 200:
                     raise _refusal(response, await response.aread())

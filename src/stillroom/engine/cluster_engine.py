@@ -245,6 +245,8 @@ class ClusterEngine:
             EngineError: none does.
         """
         begun = self._now() if request.waits_since is None else request.waits_since
+        if request.refusal is not None and self._now() > begun + self._patience.wait_s:
+            raise request.refusal
         while True:
             try:
                 sent = self._engines.send(request.prompt, request.salt, self._now())

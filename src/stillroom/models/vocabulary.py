@@ -1,4 +1,4 @@
-"""A checkpoint's vocabulary: tokenizer, stop tokens and number of tokens. Reads no weights and imports no torch.
+"""A checkpoint's vocabulary: tokenizer, stop tokens and number of tokens. Reads no weights.
 
 A front loads nothing else of the model that its engines run.
 """
