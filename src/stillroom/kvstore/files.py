@@ -147,6 +147,14 @@ def read_payload(path: Path, fingerprint: bytes, into: memoryview) -> Header | D
     return header if is_intact(into, header.checksum) else Defect.CHECKSUM
 
 
+def stored_record(path: Path) -> bytes | None:
+    """Return the bytes of a record on disk; None if it is gone."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
 def read_used_keys(folder: Path) -> list[NodeKey]:
     """Return the keys of a model's records that were used after they were written; keys of removed records may be among
     them. A damaged list names fewer or unknown keys."""

@@ -20,11 +20,11 @@ from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import FULL_BITS, Link, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvstore.device import DeviceStore
 from stillroom.kvstore.disk import DiskStore
-from stillroom.kvstore.files import path_of
+from stillroom.kvstore.files import path_of, stored_record
 from stillroom.kvstore.host import HostStore
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, read_record
 from stillroom.kvstore.record import Buffer, Defect, checksum_of, encode
-from stillroom.kvstore.shared.shared_tier import SharedTier, TierLookup, stored_record
+from stillroom.kvstore.shared.shared_tier import SharedTier, TierLookup
 from stillroom.ops.narrow import NarrowKV, narrow, narrow_views
 from stillroom.ops.rope import rerotation, rotation_from_zero
 

@@ -11,8 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,10 +20,12 @@ from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Link, NodeKey, NodeRecord, OwnerTag
 from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, ReadPayload
 from stillroom.kvstore.record import MAX_HEADER_SIZE, Buffer, Defect
+from stillroom.kvstore.shared.forgetting import Forgetting
 from stillroom.kvstore.shared.guarded_calls import STUCK_TIMEOUTS, GuardedCalls
 from stillroom.kvstore.shared.records import SharedRecords, TierFullError
 from stillroom.kvstore.shared.signing import SIGNATURE_SIZE, Signer
 from stillroom.kvstore.shared.tier_probe import probe
+from stillroom.kvstore.shared.tier_stats import TierStats
 from stillroom.kvstore.shared.verifying import verified
 
 logger = logging.getLogger(__name__)
@@ -49,32 +50,6 @@ class TierOptions:
     """Host memory for records that wait to be written; further ones are dropped."""
     close_seconds: float = 2.0
     """Longest time that `close` writes what waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """What a process did with the tier so far."""
-
-    num_lookups: int = 0
-    num_found: int = 0
-    """Records that lookups found."""
-    num_read: int = 0
-    """Records that were read and verified."""
-    read_bytes: int = 0
-    num_missing: int = 0
-    """Records that were gone when they were read."""
-    num_written: int = 0
-    written_bytes: int = 0
-    num_present: int = 0
-    """Records that another process had written before."""
-    num_dropped: int = 0
-    """Records that were not written because the queue was full or the tier unusable."""
-    num_refused: int = 0
-    """Records that the tier had no room for."""
-    num_forgotten: int = 0
-    """Records that removals deleted."""
-    num_failures: int = 0
-    """Calls that failed or took too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +91,6 @@ class _Write:
     """Returns the record; None if it is gone. Called by the writing thread."""
 
 
-@dataclass(slots=True)
-class _Forgetting:
-    """Removed chunks of an owner whose records are still to be deleted."""
-
-    chunk_ids: set[ChunkId] = field(default_factory=set)
-    is_all: bool = False
-
-
 class SharedTier:
     """`look_up`, `fetch`, `get`, `write` and `forget` are for the engine's thread, `state` for any."""
 
@@ -157,7 +124,7 @@ class SharedTier:
         self._defects: Counter[Defect] = Counter()
         self._queue: deque[_Write] = deque()
         self._queued_bytes = 0
-        self._forgetting: dict[OwnerTag, _Forgetting] = {}
+        self._forgetting = Forgetting()
         self._to_remove: deque[NodeKey] = deque()
         self._is_busy = False
         self._closing_at: float | None = None
@@ -187,10 +154,9 @@ class SharedTier:
 
     def look_up(self, owner: OwnerTag, pieces: Sequence[tuple[NodeKey, ChunkId | None]]) -> TierLookup | None:
         """Start to ask for the records of consecutive pieces; None if there is nothing to ask."""
-        forgetting = self._forgetting.get(owner)
         keys = []
         for key, chunk_id in pieces:
-            if forgetting is not None and (forgetting.is_all or chunk_id in forgetting.chunk_ids):
+            if self._forgetting.covers(owner, (chunk_id,)):
                 break
             keys.append(key)
         if not keys or not self.is_usable:
@@ -238,21 +204,18 @@ class SharedTier:
     def forget(self, owner: OwnerTag, chunk_ids: Collection[ChunkId] | None) -> None:
         """Delete an owner's records that have seen one of these chunks, now or as soon as the tier can be used; None:
         all of the owner's. Until then none of them is looked up or written."""
+        self._forgetting.add(owner, chunk_ids)
         with self._lock:
-            forgetting = self._forgetting.setdefault(owner, _Forgetting())
-            forgetting.chunk_ids.update(chunk_ids or ())
-            forgetting.is_all |= chunk_ids is None
             self._lock.notify_all()
 
     @property
     def state(self) -> TierState:
         with self._lock:
-            forgetting = list(self._forgetting.values())
             return TierState(
                 is_usable=self.is_usable,
                 num_opened=self._calls.num_opened,
                 num_queued=len(self._queue),
-                num_to_forget=sum(len(one.chunk_ids) + one.is_all for one in forgetting),
+                num_to_forget=self._forgetting.num_open,
                 link=self._calls.meter.link,
                 stats=replace(self._stats, num_failures=self._calls.num_failures),
                 defects=dict(self._defects),
@@ -369,7 +332,8 @@ class SharedTier:
 
     def _write(self, write: _Write) -> None:
         record = write.record
-        parts = write.parts() if self.is_usable and not self._is_forgotten(record) else None
+        is_removed = self._forgetting.covers(record.owner, record.seen)
+        parts = write.parts() if self.is_usable and not is_removed else None
         if parts is None:
             self._count(num_dropped=1)
             return
@@ -394,25 +358,14 @@ class SharedTier:
         elif is_written is False:
             self._count(num_refused=1)
 
-    def _is_forgotten(self, record: NodeRecord) -> bool:
-        """Whether a record has seen a removed chunk."""
-        one = self._forgetting.get(record.owner)
-        return one is not None and (one.is_all or not one.chunk_ids.isdisjoint(record.seen))
-
     def _forget_next(self) -> None:
         """Delete the records of an owner's removed chunks, which stay noted until the tier has done it."""
-        with self._lock:
-            owner, one = next(iter(self._forgetting.items()))
-            is_all, chunk_ids = one.is_all, frozenset(one.chunk_ids)
+        owner, chunk_ids, is_all = self._forgetting.first()
         removed = self._calls.run(lambda: self._records.forget(owner, None if is_all else chunk_ids), float("inf"))
         if removed is None:
             return
         self._count(num_forgotten=removed)
-        with self._lock:
-            one.is_all &= not is_all
-            one.chunk_ids -= chunk_ids
-            if not (one.is_all or one.chunk_ids):
-                del self._forgetting[owner]
+        self._forgetting.remove(owner, chunk_ids, is_all=is_all)
 
     # All threads
 
@@ -426,11 +379,3 @@ class SharedTier:
         with self._lock:
             counts = {name: getattr(self._stats, name) + by for name, by in changes.items()}
             self._stats = replace(self._stats, **counts)
-
-
-def stored_record(path: Path) -> bytes | None:
-    """Return the bytes of a record on disk; None if it is gone."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
