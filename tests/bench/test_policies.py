@@ -19,12 +19,13 @@ from stillroom_bench.experiments.policy_choice import (
     CHANGES,
     cost_cases,
     gdsf_by_size,
+    run_anywhere_policies,
     run_policy_choice,
 )
 from stillroom_bench.experiments.policy_choice import ARMS as CHOICE_ARMS
 from stillroom_bench.experiments.recorded_policies import ARMS as RECORDED_ARMS
 from stillroom_bench.experiments.recorded_policies import NUM_SEEN, OF_PAPER, run_recorded_policies
-from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
+from stillroom_bench.loads.policy_replay import Capacity, FirstIn, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.retrieved_traces import QUESTION_TOKENS
 from stillroom_bench.loads.reuse_workloads import (
     MMLU_LIKE,
@@ -65,10 +66,22 @@ def test_policies_keep_the_expected_documents_of_a_hand_made_trace() -> None:
     assert hits(trace, 2, Setup(policy=lru)) == [*warm, 0, 0, 0, 0], "B and C evict A, D evicts C, C evicts A"
     assert hits(trace, 2, Setup(policy=lfu)) == [*warm, 1, 0, 0, 1], "A was used most"
     assert hits(trace, 2, Setup(policy=prefix_heat)) == [*warm, 1, 0, 0, 1]
+    assert hits(trace, 2, Setup(makes_policy=FirstIn)) == [*warm, 0, 0, 0, 0], "C evicts A, which came first"
     assert hits(trace, 2, Setup(policy=None)) == [*warm, 1, 0, 1, 0], (
         "Belady evicts A for D, because C is used before A"
     )
     assert sum(hits(trace, 2, Setup(policy=lru, queue=3))) == 5, "three waiting requests equal full knowledge here"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_first_in_first_out_equals_a_queue_of_documents(seed: int) -> None:
+    letters = random.Random(seed).choices("ABCDEF", [6, 5, 4, 3, 2, 1], k=60)
+    for room in (1, 2, 3, 4):
+        queue, expected = list[str](), list[int]()
+        for letter in letters:
+            expected.append(int(letter in queue))
+            queue = queue if letter in queue else [*queue, letter][-room:]
+        assert hits(workload(*letters), room, Setup(makes_policy=FirstIn)) == expected
 
 
 def test_document_is_a_hit_only_behind_the_same_prefix() -> None:
@@ -179,8 +192,8 @@ def test_costs_of_a_token_are_equal_or_rise_with_the_prompt() -> None:
 
 @pytest.mark.slow  # measures every arm
 def test_report_of_changing_traffic_has_every_case_and_interval() -> None:
-    result = run_policy_choice(PoliciesOptions(num_asks=120, changing=True, repeat=2))
-    rows, anywhere = result.tables.values()
+    (rows,) = run_policy_choice(PoliciesOptions(num_asks=120, changing=True, repeat=2)).tables.values()
+    (anywhere,) = run_anywhere_policies(PoliciesOptions(num_asks=120, anywhere=True, repeat=2)).tables.values()
 
     assert len(rows) == len(cost_cases()) * len(CHANGES) * len(CHOICE_ARMS)
     assert len(anywhere) == 4 * len(ANYWHERE_ARMS)
@@ -271,7 +284,7 @@ def test_recorded_requests_on_which_the_default_was_chosen_are_left_out(tmp_path
     ratios = {row["policy"]: row[f"tokens / {DEFAULT}"] for row in rows if row["fits"] == "20%"}
     assert ratios["lfu + look-ahead"] == "1 [1, 1]" and ratios["lru"] == "-", "LRU finds nothing in a window"
     shares = {(row["fits"], row["policy"]): row["tokens"] for row in rows}
-    assert [row["policy"] for row in of_paper[:5]] == list(OF_PAPER)
+    assert [row["policy"] for row in of_paper[: len(OF_PAPER)]] == list(OF_PAPER)
     assert all(row["tokens"] == shares[row["fits"], row["policy"]] for row in of_paper)
     assert {row["tokens / pgdsf"] for row in of_paper if row["policy"] == "pgdsf"} == {""}
     with pytest.raises(UsageError, match="--data"):

@@ -89,6 +89,7 @@ STRUCTURES_HELP = help_text(
         "stillroom bench structures --repeat 30 --output structures.json --html structures.html",
         "stillroom bench structures --compare structures.json",
     ),
+        "stillroom bench policies --anywhere --repeat 6",
 )
 
 CONVERGENCE_HELP = help_text(
@@ -231,14 +232,14 @@ def _preloading(chosen: options.PreloadingOptions, call: Call) -> "BenchResult":
 
 def _policies(chosen: options.PoliciesOptions, call: Call) -> "BenchResult":
     from stillroom_bench.experiments.policies import run_policies
-    from stillroom_bench.experiments.policy_choice import run_policy_choice
+    from stillroom_bench.experiments.policy_choice import run_anywhere_policies, run_policy_choice
     from stillroom_bench.experiments.recorded_policies import run_recorded_policies
 
-    if chosen.changing and chosen.recorded:
-        raise UsageError("--changing and --recorded are two benchmarks; choose one")
-    if chosen.recorded:
-        return run_recorded_policies(chosen, call.say)
-    return (run_policy_choice if chosen.changing else run_policies)(chosen, call.say)
+    runs = {"changing": run_policy_choice, "anywhere": run_anywhere_policies, "recorded": run_recorded_policies}
+    kinds = [name for name in runs if getattr(chosen, name)]
+    if len(kinds) > 1:
+        raise UsageError(f"{' and '.join(f'--{name}' for name in kinds)} are different benchmarks; choose one")
+    return runs.get("".join(kinds), run_policies)(chosen, call.say)
 
 
 def _structures(chosen: options.StructuresOptions, call: Call) -> "BenchResult":

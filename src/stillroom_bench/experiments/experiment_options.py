@@ -66,8 +66,7 @@ class PoliciesOptions:
     seed: int = seed_flag()
     changing: bool = flag(
         False,
-        "Instead, compare where costs per token differ and popular documents change, and under reuse at any position; "
-        "give --repeat for intervals.",
+        "Instead, compare where costs per token differ and popular documents change; give --repeat for intervals.",
     )
     recorded: bool = flag(
         False,
@@ -80,6 +79,7 @@ class PoliciesOptions:
 class ConvergenceOptions:
     """Options of `stillroom bench convergence`."""
 
+    anywhere: bool = flag(False, "Instead, compare under reuse at any position; give --repeat for intervals.")
     datasets: tuple[Path, ...] = datasets_flag()
     size: int = flag(20_000, "Vectors in the dense indexes.", min=100)
     num_stages: int = flag(8, "Stages of a search.", "--stages", min=2)

@@ -15,7 +15,7 @@ from stillroom_bench.experiments.experiment_options import PoliciesOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
+from stillroom_bench.loads.policy_replay import Capacity, FirstIn, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.reuse_workloads import (
     MMLU_LIKE,
     NQ_LIKE,
@@ -37,6 +37,7 @@ ARMS = {
     "gdsf": Setup(policy=gdsf),
     "lru": Setup(policy=lru),
     "lfu": Setup(policy=lfu),
+    "fifo": Setup(makes_policy=FirstIn),
     "tamm": Setup(policy=tamm),
     "lru + look-ahead": Setup(policy=lru, queue=QUEUE),
     "lfu + look-ahead": Setup(policy=lfu, queue=QUEUE),

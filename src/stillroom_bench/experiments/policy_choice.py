@@ -1,8 +1,8 @@
-"""`stillroom bench policies --changing`: which eviction policy suits which traffic, over several seeds.
+"""`stillroom bench policies --changing` and `--anywhere`: which eviction policy suits which traffic, over seeds.
 
-RAGCache's PGDSF is compared where its two inputs beside the frequency matter: the cost of a token, which is equal,
-nearly equal or several times higher in long prompts, and recency, which matters if popular documents change. A second
-table has Cache-Craft's `reusability` (3.3) and the other policies under reuse at any position. How to read it:
+Changing: RAGCache's PGDSF is compared where its two inputs beside the frequency matter: the cost of a token, which is
+equal, nearly equal or several times higher in long prompts, and recency, which matters if popular documents change.
+Anywhere: Cache-Craft's `reusability` (3.3) and the other policies under reuse at any position. How to read it:
 docs/policies-bench.md
 """
 
@@ -16,10 +16,10 @@ from stillroom.kvcache.tree.eviction import NodeUse, gdsf, lfu, lru, pgdsf, pref
 from stillroom_bench.experiments.experiment_options import PoliciesOptions
 from stillroom_bench.experiments.machines import load_machine
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
-from stillroom_bench.instrument.environment import record_environment
+from stillroom_bench.instrument.environment import Environment, record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.statistics import ratio_of_pairs
-from stillroom_bench.loads.policy_replay import Capacity, PolicyOutcome, Setup, replay
+from stillroom_bench.loads.policy_replay import Capacity, FirstIn, PolicyOutcome, Setup, replay
 from stillroom_bench.loads.reuse_workloads import MMLU_LIKE, NQ_LIKE, Lengths, changing_workload, made_workload
 
 QUEUE = 32
@@ -43,6 +43,7 @@ ARMS = {
     "gdsf, cost alone": Setup(policy=gdsf),
     "lru": Setup(policy=lru),
     "lfu": Setup(policy=lfu),
+    "fifo": Setup(makes_policy=FirstIn),
     "prefix_heat": Setup(policy=prefix_heat),
     "prefix_heat, half-life 1,000": Setup(policy=prefix_heat, half_life_uses=1000.0),
     "pgdsf + look-ahead": Setup(policy=pgdsf, queue=QUEUE),
@@ -52,15 +53,17 @@ ARMS = {
 _ANYWHERE = AnywhereOptions(recompute_ratio=0.0, selector="question", alpha=1.0)
 ANYWHERE_ARMS = {
     policy.__name__: Setup(policy=policy, anywhere=_ANYWHERE) for policy in (reusability, pgdsf, lru, lfu, prefix_heat)
-}
+} | {"fifo": Setup(makes_policy=FirstIn, anywhere=_ANYWHERE)}
 _NOTES = (
     "All policies replay the same requests on the knowledge tree; seconds are those of a cost model, nothing is timed.",
     "Ratios: the arm divided by pgdsf (or reusability), mean of the logarithms over the seeds, with the 95 % interval "
     "of Student's t over pairs of the same seed. One seed has no interval.",
     "Saved: share of the modelled prefill seconds. Hit rate: share of documents found (RAGCache 7.3). Tokens: share of "
     "document tokens that were not computed.",
-    "Reuse at any position: the CFO (alpha 1) of the placed tokens is computed again. No attention is measured here, "
-    "so every chunk has the same CCI, 0.75, and CFO varies by the overlap with the old context only.",
+)
+_ANYWHERE_NOTE = (
+    "The CFO (alpha 1) of the placed tokens is computed again. No attention is measured here, so every chunk has the "
+    "same CCI, 0.75, and CFO varies by the overlap with the old context only."
 )
 
 
@@ -96,24 +99,36 @@ def run_policy_choice(options: PoliciesOptions, on_progress: Callable[[str], Non
                 arm: [replay(load, Capacity(ROOM), setup, profile) for load in loads] for arm, setup in ARMS.items()
             }
             rows += compared_rows({"costs": name, "popular documents change": changes}, found, "pgdsf")
-    anywhere: list[dict[str, Any]] = []
+    return _result("stillroom bench policies --changing", environment, options, _NOTES, {"Costs and changes": rows})
+
+
+def run_anywhere_policies(options: PoliciesOptions, on_progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+    """Replay workloads under reuse at any position with every policy, over `options.repeat` seeds."""
+    environment = record_environment()
+    seeds = range(options.seed, options.seed + options.repeat)
+    rows: list[dict[str, Any]] = []
     for popularity in (MMLU_LIKE, NQ_LIKE):
         num_asks = min(NUM_ASKS_ANYWHERE, options.num_asks)
         loads = [made_workload(popularity, 5, num_asks=num_asks, num_documents=400, seed=seed) for seed in seeds]
         for room in ANYWHERE_ROOM:
-            on_progress(f"reuse at any position, {popularity.name}, {share_name(room)} fits")
+            on_progress(f"{popularity.name}, {share_name(room)} fits")
             found = {
                 arm: [replay(load, Capacity(room), setup) for load in loads] for arm, setup in ANYWHERE_ARMS.items()
             }
-            anywhere += compared_rows({"workload": loads[0].name, "fits": share_name(room)}, found, "reusability")
-    return BenchResult(
-        "stillroom bench policies --changing",
-        environment,
-        {name: value for name, value in asdict(options).items() if name in ("num_asks", "repeat", "seed")},
-        Samples(),
-        notes=list(_NOTES),
-        tables={"Costs and changes": rows, "Reuse at any position": anywhere},
-    )
+            rows += compared_rows({"workload": loads[0].name, "fits": share_name(room)}, found, "reusability")
+    notes = (*_NOTES, _ANYWHERE_NOTE)
+    return _result("stillroom bench policies --anywhere", environment, options, notes, {"Reuse at any position": rows})
+
+
+def _result(
+    name: str,
+    environment: Environment,
+    options: PoliciesOptions,
+    notes: Sequence[str],
+    tables: dict[str, list[dict[str, Any]]],
+) -> BenchResult:
+    shown = {key: value for key, value in asdict(options).items() if key in ("num_asks", "repeat", "seed")}
+    return BenchResult(name, environment, shown, Samples(), notes=list(notes), tables=tables)
 
 
 def compared_rows(

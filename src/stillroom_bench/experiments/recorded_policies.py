@@ -28,8 +28,9 @@ TOP_KS = (2, 3, 4)
 CAPACITIES = (0.05, 0.2)
 ARMS = {name: setup for name, setup in ALL_ARMS.items() if name not in (BELADY, "lru + look-ahead")}
 ARMS["gdsf, cost by size"] = Setup(policy=gdsf_by_size)
-OF_PAPER = ("pgdsf", "gdsf, cost by size", "gdsf", "lru", "lfu")
-"""RAGCache 7.3: its policy, and those that it is compared with. Its GDSF is the one whose cost is by size."""
+OF_PAPER = ("pgdsf", "gdsf, cost by size", "gdsf", "lru", "lfu", "fifo")
+"""RAGCache 7.3: its policy, and those that it is compared with, whose GDSF is the one with cost by size. FIFO is
+Cache-Craft's (3.3)."""
 _NOTES = (
     f"Ratios: the policy divided by {DEFAULT}, and in the second table by pgdsf; mean of the logarithms over the "
     "windows, with the 95 % interval of Student's t over pairs of the same window. Below 1 the policy is behind. "

@@ -6,7 +6,7 @@ the request.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,12 +99,29 @@ class Farthest:
         return -float(uses[place]) if place < len(uses) else float("-inf")
 
 
+class FirstIn:
+    """First in, first out as a sort key: the piece that was computed first is evicted first, however often it is used.
+
+    Stateful, because the statistics of a node tell its last use only: one per replay, for one tier.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: dict[NodeKey, int] = {}
+
+    def __call__(self, use: NodeUse) -> float:
+        if use.frequency <= 1:  # a node that was evicted and computed again starts with one use
+            self._arrivals[use.key] = use.recency
+        return float(self._arrivals[use.key])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """An eviction policy with its options."""
 
     policy: Policy | None = pgdsf
     """None: Belady's rule, computed from the workload."""
+    makes_policy: Callable[[], Policy] | None = None
+    """Makes a policy with a state of its own for each replay, in place of `policy`."""
     queue: int = 0
     """Waiting requests that look-ahead sees; 0 disables it."""
     admits_by_frequency: bool = False
@@ -164,11 +181,12 @@ class PolicyOutcome:
 def replay(workload: ReuseWorkload, capacity: Capacity, setup: Setup, profile: CostProfile = PROFILE) -> PolicyOutcome:
     """Run all requests of a workload."""
     oracle = Farthest(workload) if setup.policy is None else None
+    own = None if setup.makes_policy is None else setup.makes_policy()
     options = TreeOptions(
         host_bytes=capacity.num_bytes(capacity.host, workload),
         disk_bytes=capacity.num_bytes(capacity.disk, workload),
         bytes_per_token=BYTES_PER_TOKEN,
-        policy=oracle or setup.policy or pgdsf,
+        policy=own or oracle or setup.policy or pgdsf,
         looks_ahead=setup.queue > 0,
         admits_by_frequency=setup.admits_by_frequency,
         half_life_uses=setup.half_life_uses,
