@@ -147,6 +147,12 @@ class SavingsOptions:
     ratios: tuple[float, ...] = flag(
         (0.0, 0.15, 0.3), "Share of placed tokens that is recomputed.", "--ratio", min=0.0, max=1.0
     )
+    lengths: tuple[Path, ...] = flag(
+        (),
+        "Also count prompt and answer tokens of a trace: CSV with ContextTokens and GeneratedTokens, or JSON lines "
+        "with input_length and output_length.",
+        path="file",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from stillroom.core.prompt import SegmentKind
 from stillroom.errors import UsageError
 from stillroom.kvcache.blocks.block_pool import BlockPool
@@ -25,9 +27,10 @@ from stillroom.kvcache.tree.tree_options import TreeOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.statistics import wilson
+from stillroom_bench.instrument.statistics import ratio_of_means, wilson
 from stillroom_bench.loads.passage_repetition import repeated_prefixes, sources, top_passages
 from stillroom_bench.loads.policy_replay import PROFILE, NoMover, serve
+from stillroom_bench.loads.request_lengths import length_row, read_lengths
 from stillroom_bench.loads.retrieved_traces import Retrieved, count_tokens, read_retrieved
 from stillroom_bench.loads.reuse_workloads import SYSTEM_TOKENS, Ask, document_ask
 from stillroom_bench.quality.quality_options import SavingsOptions
@@ -137,10 +140,13 @@ def run_savings(options: SavingsOptions, on_progress: Callable[[str], None] = la
         on_progress(f"{trace.name}, repetition")
     tables = {
         "Traces": [trace.facts() for trace in loaded],
+        "Parts of the prompts": [_parts(trace) for trace in loaded],
         "Repeated passages": [_repetition(trace) for trace in loaded],
         "Tokens computed": rows,
         "Copies kept at the end of the trace": kept,
     }
+    if options.lengths:
+        tables["Lengths of recorded requests"] = [length_row(path.stem, read_lengths(path)) for path in options.lengths]
     parameters = {"capacities": list(capacities), "ratios": list(ratios), "block_size": BLOCK_SIZE}
     return BenchResult("stillroom bench savings", environment, parameters, Samples(), notes=list(_NOTES), tables=tables)
 
@@ -220,6 +226,18 @@ def _count(outcome: SavingsOutcome, request: Retrieved, seen: set[str]) -> None:
     outcome.num_tokens += SYSTEM_TOKENS + sum(lengths) + request.question_tokens
     outcome.num_redundant += sum(length for text, length in pairs if text in seen)
     seen.update(request.documents)
+
+
+def _parts(trace: Trace) -> dict[str, Any]:
+    """Return the share of each part of the prompts (Cache-Craft Figure 5)."""
+    passages = [float(sum(map(count_tokens, one.documents))) for one in trace.requests]
+    questions = [float(one.question_tokens) for one in trace.requests]
+    totals = [SYSTEM_TOKENS + own + asked for own, asked in zip(passages, questions, strict=True)]
+    low, middle, high = np.percentile(totals, [5, 50, 95])
+    parts = {"passages": passages, "question": questions, "system prompt": [float(SYSTEM_TOKENS)] * len(totals)}
+    sizes = {"prompt tokens, p5": round(low), "p50": round(middle), "p95": round(high)}
+    shares = {name: str(ratio_of_means(own, totals, block=1)) for name, own in parts.items()}
+    return {"trace": trace.name} | sizes | shares
 
 
 def _repetition(trace: Trace) -> dict[str, Any]:
