@@ -132,7 +132,8 @@ TIERED_HELP = help_text(
     "on disk are dropped before each batch, so --work-dir should be on the disk to measure. --drift measures how long "
     "it takes until the hot lists are in RAM after the popular topics change. --predict compares measured throughput "
     "with the predictions of Stillroom's model and of VectorLiteRAG's formula (its Figure 8). --answers measures times "
-    "to first token.",
+    "to first token, beside what VectorLiteRAG's rule and a simulation plan for them. --parts measures what a search "
+    "consists of.",
     examples=(
         "stillroom bench tiered",
         "stillroom bench tiered --size 500000 --lists 1024 --share 0.2 --batch 1 --batch 16 --output tiered.json",
@@ -157,6 +158,7 @@ SIMULATE_HELP = help_text(
 
 CLUSTER_HELP = help_text(
     "Simulate which engine of a cluster gets a request: routing by kept chunks, prefixes, hashes or load.",
+        "stillroom bench tiered --parts --batch 1 --batch 16",
     "Stillroom's engines and router run on modelled machines. traces: recorded retrievals, and whether routing by "
     "chunks beats routing by prefix; generated: topics and independent chunks; age: old beliefs, several fronts; "
     "changes: engines lost and added; tier: a KV tier that they share over the network. How to read it: "
@@ -169,10 +171,11 @@ CLUSTER_HELP = help_text(
 )
 
 _UNUSED = {
-    "": ("half_lives",),
-    " --predict": ("half_lives",),
+    "": ("half_lives", "together"),
+    " --predict": ("half_lives", "together"),
     " --answers": ("shares", "batch_sizes", "half_lives"),
-    " --drift": ("batch_sizes",),
+    " --drift": ("batch_sizes", "together"),
+    " --parts": ("shares", "half_lives", "together"),
 }
 """Fields without effect, by benchmark of `stillroom bench tiered`."""
 
@@ -284,7 +287,7 @@ def _cluster(chosen: options.ClusterOptions, call: Call) -> "BenchResult":
 
 
 def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":
-    kinds = [f" --{name}" for name in ("drift", "answers", "predict") if getattr(chosen, name)]
+    kinds = [f" --{name}" for name in ("drift", "answers", "predict", "parts") if getattr(chosen, name)]
     kind = "".join(kinds)
     if len(kinds) > 1:
         raise UsageError(f"{' and'.join(kinds).strip()} are different benchmarks; choose one")
@@ -302,7 +305,12 @@ def _tiered(chosen: options.TieredOptions, call: Call) -> "BenchResult":
     if chosen.answers:
         from stillroom_bench.experiments.tiered_answers import TieredAnswersOptions, run_answers
 
-        return run_answers(chosen, TieredAnswersOptions(), call.work_dir, on_progress=call.say)
+        asked = TieredAnswersOptions(together=chosen.together)
+        return run_answers(chosen, asked, call.work_dir, on_progress=call.say)
+    if chosen.parts:
+        from stillroom_bench.experiments.tiered_parts import run_parts
+
+        return run_parts(chosen, call.say)
     if chosen.predict:
         from stillroom.retrieval.tiers.search_profile import BATCH_SIZES
 

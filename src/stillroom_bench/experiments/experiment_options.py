@@ -406,3 +406,7 @@ def _check_traffic(curves: tuple[str, ...], companions: str) -> None:
         raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
     if companions not in get_args(Companions):
         raise UsageError(f"unknown companions {companions!r}; known are {', '.join(get_args(Companions))}")
+    together: bool = flag(
+        False, "With --answers: also measure batches whose questions all wait for the last, without the dispatcher."
+    )
+    parts: bool = flag(False, "Instead, measure the parts of a search: coarse search, look-up tables, scan.")

@@ -1,10 +1,11 @@
-"""`stillroom bench tiered --answers`: time to first token of the model behind a divided index (VectorLiteRAG Figure 9
-and Table 1).
+"""`stillroom bench tiered --answers`: time to first token of the model behind a divided index (VectorLiteRAG Figures 9
+and 10, Table 1).
 
 Skewed questions arrive at random times. A search thread takes all waiting requests as one batch. The engine gets a
 prompt when its search has ended (with the dispatcher), or when its whole batch has. The search may take the target
 minus the model's unloaded time to first token. VectorLiteRAG's rule (Eq. 7 to 10) gives the number of lists that must
-be in RAM; arms have these, none, or all in RAM. Before each batch, the page cache of the lists on disk is dropped.
+be in RAM; a simulation as of `stillroom plan` gives another (`tiered_forecast`). Arms have these, none, or all in RAM.
+Before each batch, the page cache of the lists on disk is dropped.
 """
 
 import os
@@ -18,16 +19,30 @@ from typing import Any
 import numpy as np
 
 from stillroom.ops.thread_pools import short_switch_interval
-from stillroom.planner.constraints import Shortfall, smallest_hit_rate
 from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
+from stillroom.planner.simulation.simulated_runtime import HardwareModel
+from stillroom.planner.simulation.stepped_engine import EnginePolicy
 from stillroom.retrieval.tiers.host_scan import Scored
 from stillroom.retrieval.tiers.partition import Lists, hottest
-from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile, rate_at
+from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
 from stillroom_bench.experiments.experiment_options import TieredOptions
-from stillroom_bench.experiments.reuse_engine import OurRuntime
+from stillroom_bench.experiments.reuse_engine import OurRuntime, system_of
 from stillroom_bench.experiments.reuse_search import Asked, Searched
+from stillroom_bench.experiments.tiered_forecast import Forecasts, Overheads, measure_cores, request_overhead
+from stillroom_bench.experiments.tiered_plans import (
+    PERCENT,
+    PlannedDivision,
+    SimulatedDivision,
+    UnloadedModel,
+    chosen_divisions,
+    division_name,
+    memory_by_target,
+    plan_for,
+    plan_row,
+    within_rows,
+)
 from stillroom_bench.experiments.tiered_throughput import SKEWS, SkewedQuestions, check_options, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
@@ -37,9 +52,10 @@ from stillroom_bench.quality.runtime import Shape, write_checkpoint
 
 _STEP_TOKENS = 512
 _NUM_FOUND = 50
-_PERCENT = 95.0
-_SEARCH_TARGETS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Targets of the search, as multiples of the least that all lists on disk keep."""
+_HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+"""Shares of the accesses that go to RAM in the divisions that are simulated."""
+_NUM_BESIDE = 12
+"""Prompts and searches that measure how much both slow each other down."""
 _SIZES = ("size", "nlist", "nprobe", "num_batches", "repeat", "seed")
 """Options that the report shows."""
 
@@ -49,8 +65,10 @@ class TieredAnswersOptions:
     """Requests and targets of the benchmark; the index and `nprobe` are those of `TieredOptions`."""
 
     skew: str = "ORCAS"
-    slos: tuple[float, ...] = (1.1, 1.25, 1.5)
+    slos: tuple[float, ...] = (1.1, 1.25, 1.5, 2.5, 4.0)
     """Targets of time to first token: multiples of the model's 95th percentile without search."""
+    together: bool = False
+    """Measure each division also without the dispatcher."""
     rate: float = 0.6
     """Request rate, as a multiple of the model's sequential throughput."""
     num_requests: int = 60
@@ -58,27 +76,6 @@ class TieredAnswersOptions:
     num_documents: int = 100
     num_documents_each: int = 2
     """Documents of a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadedModel:
-    """Speed of the model without search and with one request at a time."""
-
-    seconds: float
-    """95th percentile of time to first token."""
-    per_second: float
-    """Requests served per second."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDivision:
-    """The rule's result for one target."""
-
-    slo: float
-    """Target of time to first token in seconds."""
-    held: Lists | None
-    """Lists in RAM; None if no hit rate reaches the target."""
-    verdict: str
 
 
 def run_answers(
@@ -118,14 +115,22 @@ def run_answers(
         slos = [plan.slo for plan in plans]
         try:
             tiers = TieredLists(write_bare_list_file(lists, file))
-            arms = [
-                Arm(name, _AnswersRun(fixture, tiers, held, dispatches, questions, options.nprobe, unloaded, slos))
-                for name, held, dispatches in _arms(plans, options.nlist)
-            ]
             with short_switch_interval():  # as in a server
+                on_progress("measuring how much search and model slow each other down")
+                overheads = fixture.overheads(tiers, questions, options.nprobe)
+                on_progress("simulating")
+                forecasts = fixture.forecasts(overheads, profile, questions, lists, options.nprobe)
+                simulated = [SimulatedDivision(held, forecasts.seconds(held)) for held in _candidates(profile)]
+                divisions = _divisions(plans, chosen_divisions(simulated, slos), options.nlist)
+                forecast = {name: forecasts.seconds(held) for name, held in divisions.items()}
+                arms = [
+                    Arm(name, _AnswersRun(fixture, tiers, held, dispatches, questions, options.nprobe, slos))
+                    for name, held, dispatches in _arms(divisions, together=asked.together)
+                ]
                 samples = run_arms(
                     arms,
                     repeat=options.repeat,
+                    warmup=0,  # model and lists were measured before
                     on_run=lambda arm, at: on_progress(f"{arm}, run {at + 1}"),
                     only_own=True,
                 )
@@ -143,71 +148,46 @@ def run_answers(
         notes=[
             f"A target is a multiple of the model's 95th percentile without search, {unloaded.seconds:.3g} s.",
             "Before each batch of searches, the page cache of the lists on disk is dropped and the file mapped again.",
+            "Simulation: engine, searches and shared cores on a virtual clock, as in stillroom plan, before the runs "
+            "and with other requests. A search beside the model takes "
+            f"{overheads.cores.search_slowdown:.3g} times as long, a step beside searches "
+            f"{overheads.cores.step_slowdown:.3g} times; a request costs "
+            f"{1e3 * overheads.request_seconds:.3g} ms more than its steps.",
+            "Measured shares within the target: mean over the runs, with the 95 % interval of Student's t; requests of "
+            "a run are slow together. One run has no interval.",
         ],
         tables={
-            "Targets": [_row(plan, options.nlist, samples.values) for plan in plans],
+            f"Plans for {PERCENT:g} % within the target": [plan_row(plan, simulated, options.nlist) for plan in plans],
+            "Share within the target: planned and measured": [
+                row for plan in plans for row in within_rows(plan, divisions, forecast, samples.values)
+            ],
             "Index memory by target of the search": memory_by_target(unloaded, profile, options.nprobe),
         },
     )
 
 
-def plan_for(slo: float, unloaded: UnloadedModel, profile: SearchProfile, nprobe: int) -> PlannedDivision:
-    """Return the fewest lists in RAM with which the search stays within the target minus the model's time."""
-    batch_sizes = profile.model.times.batch_sizes
-    budget = max(slo - unloaded.seconds, 1e-6)
-    found = smallest_hit_rate(rate_at(profile, nprobe), batch_sizes, unloaded.per_second, budget)
-    if isinstance(found, Shortfall):
-        verdict = f"no hit rate: {found.binding}, {found.possible:.3g} of {found.needed:.3g}/s"
-        return PlannedDivision(slo, None, verdict)
-    return PlannedDivision(slo, hottest(profile.accesses(), found.hit_rate), f"hit rate {found.hit_rate:.0%}")
+def _candidates(profile: SearchProfile) -> list[Lists]:
+    """Return the divisions among which the simulation chooses."""
+    everything = np.arange(len(profile.sizes))
+    return [hottest(profile.accesses(), share) if share < 1 else everything for share in _HIT_RATES]
 
 
-def memory_by_target(unloaded: UnloadedModel, profile: SearchProfile, nprobe: int) -> list[dict[str, Any]]:
-    """Return the bytes of lists that the rule puts into RAM, by the search's share of the target (Table 1).
-
-    By Eq. 9 a target is at least twice the time of a search, so targets are multiples of twice the time of one search
-    with all lists on disk.
-    """
-    smallest = profile.model.times.batch_sizes[0]
-    on_disk = 2 * smallest / rate_at(profile, nprobe)(0.0, smallest)
-    rows = []
-    for share in _SEARCH_TARGETS:
-        plan = plan_for(unloaded.seconds + share * on_disk, unloaded, profile, nprobe)
-        row: dict[str, Any] = {"search within, ms": 1e3 * share * on_disk, "rule": plan.verdict}
-        if plan.held is not None:
-            num_bytes = int(profile.sizes[plan.held].sum()) * profile.bytes_per_vector
-            row |= {"lists in RAM": len(plan.held), "MB in RAM": num_bytes / 1e6}
-            row |= {"of all bytes": f"{num_bytes / profile.list_bytes:.1%}"}
-        rows.append(row)
-    return rows
-
-
-def _arms(plans: Sequence[PlannedDivision], nlist: int) -> list[tuple[str, Lists, bool]]:
-    """Return name, lists in RAM, and whether the dispatcher is on, for each distinct division."""
+def _divisions(plans: Sequence[PlannedDivision], chosen: Sequence[Lists], nlist: int) -> dict[str, Lists]:
+    """Return the lists in RAM of each distinct division to measure."""
     everything = np.arange(nlist)
     found = {"all on disk": everything[:0]}
-    found |= {_name(plan.held, nlist): plan.held for plan in plans if plan.held is not None}
-    found |= {"all in RAM": everything}
+    found |= {division_name(plan.held, nlist): plan.held for plan in plans if plan.held is not None}
+    found |= {division_name(held, nlist): held for held in chosen}
+    return found | {"all in RAM": everything}
+
+
+def _arms(divisions: dict[str, Lists], *, together: bool) -> list[tuple[str, Lists, bool]]:
+    """Return name, lists in RAM, and whether the dispatcher is on, for each division."""
     return [
         (f"{name}{'' if dispatches else ', batches end together'}", held, dispatches)
-        for name, held in found.items()
-        for dispatches in (True, False)
+        for name, held in divisions.items()
+        for dispatches in ((True, False) if together else (True,))
     ]
-
-
-def _name(held: Lists, nlist: int) -> str:
-    return {0: "all on disk", nlist: "all in RAM"}.get(len(held), f"{len(held) / nlist:.1%} of lists in RAM")
-
-
-def _row(plan: PlannedDivision, nlist: int, values: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"target ms": 1e3 * plan.slo, "rule": plan.verdict}
-    key = f"within_{1e3 * plan.slo:.0f}_ms"
-    planned = "" if plan.held is None else _name(plan.held, nlist)
-    row |= {"lists in RAM": planned}
-    for name in filter(None, ("all on disk", planned, "all in RAM")):
-        label = "as planned" if name == planned else name
-        row[f"within it, {label}"] = f"{np.mean(values[name][key]):.0%}"
-    return row
 
 
 class _AnswersFixture:
@@ -225,9 +205,9 @@ class _AnswersFixture:
         self.asked, self._seed = asked, options.seed
         pool = pool_for(folder, has_tokenizer, None, asked.num_documents, options.seed)
         self._traffic = ReuseTraffic(pool, "mmlu", asked.num_documents_each, "fixed", options.seed)
-        budget = budget_for(pool, self.prompts(0), 1)
+        self._budget = budget_for(pool, self.prompts(0), 1)
         settings = {
-            **asdict(budget),
+            **asdict(self._budget),
             "max_seqs": MAX_SEQS,
             "step_tokens": _STEP_TOKENS,
             "max_tokens": 1,
@@ -249,13 +229,46 @@ class _AnswersFixture:
     def measure_unloaded(self) -> UnloadedModel:
         """Measure sequential requests without search."""
         found = drive(self.runtime, self.warm_up(-1), None)
-        seconds = float(np.percentile(found["seconds"], _PERCENT))
+        self._sequential = found["seconds"]
+        seconds = float(np.percentile(found["seconds"], PERCENT))
+        self._rate = self.asked.rate * self.asked.num_requests / found["wall_seconds"]
         return UnloadedModel(seconds, self.asked.num_requests / found["wall_seconds"])
 
-    def dues(self, unloaded: UnloadedModel, repetition: int) -> list[float]:
-        """Return the arrival times, the same for every arm."""
-        rate = self.asked.rate * unloaded.per_second
-        return arrivals(self.asked.num_requests, rate, [self._seed, 8, repetition + 1000])
+    def arrivals(self, repetition: int) -> list[float]:
+        """Return the arrival times, the same for every arm. Precondition: the model was measured."""
+        return arrivals(self.asked.num_requests, self._rate, [self._seed, 8, repetition + 1000])
+
+    def overheads(self, tiers: TieredLists, questions: SkewedQuestions, nprobe: int) -> Overheads:
+        """Measure what shared cores and requests cost. Precondition: the model was measured."""
+        prompts = self.prompts(-1)
+        cores = measure_cores(self.runtime, prompts[:_NUM_BESIDE], tiers, questions.draw(_NUM_BESIDE, -3), nprobe)
+        request = request_overhead(self._sequential, self._hardware, self._policy, prompts, self.asked.num_warm)
+        return Overheads(request, cores)
+
+    def forecasts(
+        self, overheads: Overheads, profile: SearchProfile, questions: SkewedQuestions, lists: Any, nprobe: int
+    ) -> Forecasts:
+        """Return the simulation of this load on this machine."""
+        return Forecasts(self._hardware, self._policy, overheads, profile, self, questions, lists, nprobe)
+
+    @property
+    def _hardware(self) -> HardwareModel:
+        runtime, costs = self.runtime, self.runtime.profile
+        assert costs is not None, "the arm keeps KV"
+        return HardwareModel(
+            costs=costs,
+            bytes_per_token=runtime.bytes_per_token,
+            num_layers=runtime.spec.num_layers,
+            device_bytes=self._budget.device * runtime.bytes_per_token,
+            max_model_len=runtime.spec.max_positions,
+            max_seqs=MAX_SEQS,
+            step_tokens=_STEP_TOKENS,
+        )
+
+    @property
+    def _policy(self) -> EnginePolicy:
+        per_token = self.runtime.bytes_per_token
+        return system_of("tiers", self._budget.host * per_token, self._budget.disk * per_token)
 
     def close(self) -> None:
         self.runtime.close()
@@ -272,11 +285,10 @@ class _AnswersRun:
         dispatches: bool,
         questions: SkewedQuestions,
         nprobe: int,
-        unloaded: UnloadedModel,
         slos: Sequence[float],
     ) -> None:
         self._fixture, self._tiers, self._held, self._dispatches = fixture, tiers, held, dispatches
-        self._questions, self._nprobe, self._unloaded, self._slos = questions, nprobe, unloaded, slos
+        self._questions, self._nprobe, self._slos = questions, nprobe, slos
 
     def __call__(self, repetition: int) -> Metrics:
         prompts = self._fixture.warm_up(repetition)
@@ -285,15 +297,15 @@ class _AnswersRun:
         queries = self._questions.draw(len(prompts), repetition)
         search = BatchedSearch(self._tiers, queries, self._nprobe, self._dispatches)
         searched = Searched(self._fixture.runtime, search)
-        found = drive(searched, prompts, self._fixture.dues(self._unloaded, repetition))
+        found = drive(searched, prompts, self._fixture.arrivals(repetition))
         search.stop(searched.asked)
         seconds = np.array(found["seconds"])
         waits = np.array(list(searched.search_seconds.values()))
         return {
             "mean_ttft_seconds": float(seconds.mean()),
-            "p95_ttft_seconds": float(np.percentile(seconds, _PERCENT)),
+            "p95_ttft_seconds": float(np.percentile(seconds, PERCENT)),
             "mean_search_seconds": float(waits.mean()),
-            "p95_search_seconds": float(np.percentile(waits, _PERCENT)),
+            "p95_search_seconds": float(np.percentile(waits, PERCENT)),
             "searches_per_batch": len(prompts) / max(1, search.num_batches),
             **{f"within_{1e3 * slo:.0f}_ms": float((seconds <= slo).mean()) for slo in self._slos},
         }
