@@ -19,8 +19,8 @@ from stillroom.rag.answer import (
     Support,
     Timing,
     VariantReport,
-    trace_of,
 )
+from stillroom.rag.records import trace_of
 from stillroom.telemetry import trace
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.cli.harness import Run

@@ -11,8 +11,8 @@ import pytest
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId, RequestId, format_chunk_id
 from stillroom.errors import CorruptKnowledgeBaseError, UnknownRequestError
-from stillroom.rag.answer import Answer, ReuseReport, Source, Timing, trace_of
-from stillroom.rag.records import Records
+from stillroom.rag.answer import Answer, ReuseReport, Source, Timing
+from stillroom.rag.records import Records, trace_of
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 
 CHUNKS = {ChunkId(1): Chunk(ChunkId(1), DocumentId("a.md"), 0, "still there")}

@@ -1,7 +1,7 @@
 """Options of a question, and its answer: text, sources, timing, reuse. `stillroom ask --json` has the same fields."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, get_args
 
@@ -378,34 +378,3 @@ class Answer:
     """The searches of a question that was asked with several hops, in order; empty otherwise."""
     route: Route | None = None
     """The engine of a cluster that generated the answer; None from other engines."""
-
-
-def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
-    """The record of a question for `stillroom explain`: everything except the text of its documents."""
-    sources = [asdict(source) for source in answer.sources]
-    for source in sources:
-        del source["text"]
-    return {
-        "question": question,
-        "model": model,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "highlight": answer.highlight,
-        "confidence": answer.confidence,
-        "warnings": answer.warnings,
-        "num_generated_tokens": answer.num_generated_tokens,
-        "sources": sources,
-        "timing": asdict(answer.timing),
-        "reuse": asdict(answer.reuse),
-        "speculation": asdict(answer.speculation),
-        "lookup": asdict(answer.lookup),
-        "citations": [_without_text(citation) for citation in answer.citations],
-        "hops": [asdict(hop) for hop in answer.hops],
-        "route": None if answer.route is None else asdict(answer.route),
-    }
-
-
-def _without_text(citation: Citation) -> dict[str, Any]:
-    """Return a citation without what its source has already, or the document."""
-    left_out = ("document", "chunk_id", "heading", "quote")
-    return {name: value for name, value in asdict(citation).items() if name not in left_out}

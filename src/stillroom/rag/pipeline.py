@@ -31,7 +31,7 @@ from stillroom.engine.events import Listener, TokenEvent
 from stillroom.errors import EmptyKnowledgeBaseError, PromptTooLongError, UsageError
 from stillroom.models.bundled_models import model_warnings
 from stillroom.rag.accounting import Account, add_phase_spans, counting_aborted
-from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport, trace_of
+from stillroom.rag.answer import NO_LIMIT, Answer, AskOptions, Source, SpeculationOutcome, SpeculationReport
 from stillroom.rag.answer_collector import AnswerCollector, AnswerStart, Cite
 from stillroom.rag.citations import cite
 from stillroom.rag.hop_reading import Hold, HopSearch, hop_question
@@ -50,6 +50,7 @@ from stillroom.rag.question import (
     sources_of,
     stop_strings,
 )
+from stillroom.rag.records import trace_of
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.knowledge_base import KnowledgeBase

@@ -1,14 +1,47 @@
-"""Past questions from the request log (`telemetry.trace`), with the text of documents that still exist. Read-only."""
+"""Past questions: their records for the request log (`telemetry.trace`), read with the text of documents that still
+exist."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, parse_chunk_id
 from stillroom.errors import CorruptKnowledgeBaseError, UnknownRequestError
+from stillroom.rag.answer import Answer, Citation
 from stillroom.telemetry.trace import TraceLog
+
+
+def trace_of(question: str, model: str, answer: Answer) -> dict[str, Any]:
+    """The record of a question for `stillroom explain`: everything except the text of its documents."""
+    sources = [asdict(source) for source in answer.sources]
+    for source in sources:
+        del source["text"]
+    return {
+        "question": question,
+        "model": model,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "highlight": answer.highlight,
+        "confidence": answer.confidence,
+        "warnings": answer.warnings,
+        "num_generated_tokens": answer.num_generated_tokens,
+        "sources": sources,
+        "timing": asdict(answer.timing),
+        "reuse": asdict(answer.reuse),
+        "speculation": asdict(answer.speculation),
+        "lookup": asdict(answer.lookup),
+        "citations": [_without_text(citation) for citation in answer.citations],
+        "hops": [asdict(hop) for hop in answer.hops],
+        "route": None if answer.route is None else asdict(answer.route),
+    }
+
+
+def _without_text(citation: Citation) -> dict[str, Any]:
+    """Return a citation without what its source has already, or the document."""
+    left_out = ("document", "chunk_id", "heading", "quote")
+    return {name: value for name, value in asdict(citation).items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True)
