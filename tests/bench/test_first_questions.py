@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.errors import UsageError
-from stillroom_bench.experiments.experiment_options import OFF, FirstQuestionsOptions
+from stillroom_bench.experiments.experiment_options import FirstQuestionsOptions
 from stillroom_bench.experiments.first_questions import (
     ANYWHERE,
     COSTS,
@@ -14,6 +14,7 @@ from stillroom_bench.experiments.first_questions import (
     run_first_questions,
 )
 from stillroom_bench.experiments.first_questions_report import TARGETS, TIERS, TIMES, target_rows, time_rows, verdict
+from stillroom_bench.experiments.reuse_options import OFF
 from stillroom_bench.instrument.bench_report import BenchResult, to_markdown
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.statistics import Interval

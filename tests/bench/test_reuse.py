@@ -15,9 +15,9 @@ import pytest
 from stillroom.errors import UsageError
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.driving import Stepped, drive
-from stillroom_bench.experiments.experiment_options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
+from stillroom_bench.experiments.reuse_options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
 from stillroom_bench.experiments.reuse_rates import run_reuse
 from stillroom_bench.experiments.reuse_search import FaissSearch, Searched
 from stillroom_bench.experiments.reuse_worker import DRIVING, RUNTIMES, SEARCH, common_prefix, script

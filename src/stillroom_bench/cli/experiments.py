@@ -9,6 +9,7 @@ from stillroom.cli.options import help_text
 from stillroom.errors import UsageError
 from stillroom_bench.cli.flags import Call, add_command
 from stillroom_bench.experiments import experiment_options as options
+from stillroom_bench.experiments.reuse_options import ReuseOptions
 
 if TYPE_CHECKING:
     from stillroom_bench.instrument.bench_report import BenchResult
@@ -182,7 +183,7 @@ _UNUSED = {
 
 def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     """Add the commands to `stillroom bench` and to `stillroom bench pipeline`."""
-    add_command(app, "reuse", options.ReuseOptions, _reuse, REUSE_HELP, ["config"])
+    add_command(app, "reuse", ReuseOptions, _reuse, REUSE_HELP, ["config"])
     add_command(app, "anywhere", options.AnywhereBenchOptions, _anywhere, ANYWHERE_HELP, ["config"])
     add_command(app, "prepared", options.PreparedBenchOptions, _prepared, PREPARED_HELP, ["config"])
     add_command(
@@ -199,7 +200,7 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     add_command(pipeline, "reordering", options.ReorderingOptions, _reordering, REORDERING_HELP, ["config"])
 
 
-def _reuse(chosen: options.ReuseOptions, call: Call) -> "BenchResult":
+def _reuse(chosen: ReuseOptions, call: Call) -> "BenchResult":
     from stillroom_bench.experiments.reuse_rates import run_reuse
 
     return run_reuse(chosen, call.work_dir, on_progress=call.say)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from stillroom.config.settings import Dtype
 from stillroom.errors import UsageError
@@ -19,7 +19,7 @@ from stillroom_bench.instrument.option_flags import (
     seed_flag,
     size_flag,
 )
-from stillroom_bench.loads.popularity import CURVES, Companions
+from stillroom_bench.loads.popularity import Companions, check_traffic
 
 SYSTEM_TOKENS = 32
 """Tokens of the system prompt of `bench anywhere` and `bench preloading`."""
@@ -27,20 +27,8 @@ EXPERIMENTS = (
     "overall, top-k, large-models, policies, reordering, speculation, scheduling, cache-craft, cache-craft-times, "
     "prefix-costs or held-out (what was no input of the models)"
 )
-OFF = "off"
-DEFAULT_ARMS = ("off", "lru", "pgdsf", "tiers")
-"""No reuse; LRU on the device only, as in prefix caching; device, host and disk with RAGCache's eviction policy; the
-same with Stillroom's default policy."""
-REUSE_RATIOS = {"anywhere 15%": 0.15, "anywhere 30%": 0.3}
-"""Like `tiers`, with reuse at any position; the value is the share of reused tokens that is recomputed."""
-CACHE_FIRST = "cache first"
-"""Like `tiers`, with RAGCache's admission order (5.2)."""
-ARMS = (*DEFAULT_ARMS, CACHE_FIRST, *REUSE_RATIOS)
-LEAST_VECTORS = 20_000
-"""Minimum size of the index of `stillroom bench reuse --search`."""
 SHARES = (0.125, 0.25, 0.5, 1.0)
 """Shares of the lists that a search probes, as in RAGCache's Figure 19."""
-_FRESH = "Runs, each with fresh caches."
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +133,7 @@ class FirstQuestionsOptions:
 
     def __post_init__(self) -> None:
         """Raises UsageError: a search cannot return so many chunks, or a value is unknown."""
-        _check_traffic((), self.companions)
+        check_traffic((), self.companions)
         if self.num_chunks > 3 * self.document_chunks:
             raise UsageError(
                 f"a search returns chunks of 3 documents, which have fewer than {self.num_chunks}; raise "
@@ -264,75 +252,18 @@ class ReorderingOptions:
         0.02, "Share of all documents' KV that fits on the device in addition to running requests.", min=0.0
     )
     host_share: float = flag(0.0, "Share of all documents' KV that fits on the host.", min=0.0)
-    repeat: int = repeat_flag(3, _FRESH)
+    repeat: int = repeat_flag(3, "Runs, each with fresh caches.")
     seed: int = seed_flag()
 
     def __post_init__(self) -> None:
         """Check the options; raises UsageError if a value is invalid."""
-        _check_traffic((self.curve,), self.companions)
+        check_traffic((self.curve,), self.companions)
         if not self.loads or min(self.loads) <= 0:
             raise UsageError(f"loads {self.loads} must be positive multiples of the throughput; see --load")
         if not self.windows or min(self.windows) < 0:
             raise UsageError(f"windows {self.windows} must be 0 or more requests; see --window")
         if min(self.device_share, self.host_share) < 0:
             raise UsageError("--device-share and --host-share must not be negative")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReuseOptions:
-    """Options of `stillroom bench reuse`."""
-
-    dataset: Path | None = dataset_flag()
-    model: Path | None = model_flag()
-    curves: tuple[str, ...] = flag(("mmlu",), "Popularity curve of the documents.", "--curve", metavar="mmlu|nq")
-    ks: tuple[int, ...] = flag((2,), "Documents in a prompt.", "--k", min=1)
-    rates: tuple[float, ...] = flag(
-        (0.3, 0.6, 0.9, 1.3, 2.0, 3.0), "Request rate, as a multiple of the sequential throughput of `off`.", "--rate"
-    )
-    num_requests: int = flag(25, "Requests at each rate.", "--requests", min=1)
-    num_warm: int = flag(80, "Sequential warm-up requests, which are not measured.", "--warmup", min=1)
-    num_documents: int = flag(300, "Maximum number of documents.", "--documents", min=1)
-    companions: Companions = companions_flag("drawn")
-    max_tokens: int = flag(1, "Tokens of an answer.", min=1)
-    num_vectors: int = flag(
-        0,
-        "Search a FAISS index of this many generated vectors before each prompt, in every runtime; peers also need "
-        "faiss-cpu. 0: no search.",
-        "--search",
-        metavar="VECTORS",
-        min=0,
-    )
-    arrivals: Path | None = flag(
-        None,
-        "Trace of arrival times, scaled to the given rates: Azure's .csv or Mooncake's .jsonl; without it, a Poisson "
-        "process.",
-        path="file",
-    )
-    slo_ttft: float = flag(1.0, "Target of time to first token; goodput counts requests within it.", metavar="SECONDS")
-    arms: tuple[str, ...] = flag(
-        DEFAULT_ARMS,
-        "off (required), lru, pgdsf, tiers, 'cache first', 'anywhere 15%' or 'anywhere 30%'.",
-        "--arm",
-        metavar="NAME",
-    )
-    peers: tuple[str, ...] = peers_flag()
-    repeat: int = repeat_flag(2, _FRESH)
-    seed: int = seed_flag()
-
-    def __post_init__(self) -> None:
-        """Check the options; raises UsageError if a value is invalid."""
-        _check_traffic(self.curves, self.companions)
-        named_pythons(self.peers)
-        if not self.rates or min(self.rates) <= 0:
-            raise UsageError(f"rates {self.rates} must be positive multiples of the throughput; see --rate")
-        if unknown := set(self.arms) - set(ARMS):
-            raise UsageError(f"unknown arms {', '.join(sorted(unknown))}; known are {', '.join(ARMS)}")
-        if OFF not in self.arms:
-            raise UsageError(f"rates are multiples of the throughput of `{OFF}`; add --arm {OFF}")
-        if 0 < self.num_vectors < LEAST_VECTORS:
-            raise UsageError(f"--search {self.num_vectors:,} is too small; give {LEAST_VECTORS:,} vectors or more")
-        if self.slo_ttft <= 0:
-            raise UsageError(f"--slo-ttft {self.slo_ttft:g} must be a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,13 +330,6 @@ class TieredOptions:
     seed: int = seed_flag()
     num_batches: int = 16
     """Maximum number of batches of one run of an arm; large batches run fewer times."""
-
-
-def _check_traffic(curves: tuple[str, ...], companions: str) -> None:
-    if unknown := set(curves) - set(CURVES):
-        raise UsageError(f"unknown curves {', '.join(sorted(unknown))}; known are {', '.join(CURVES)}")
-    if companions not in get_args(Companions):
-        raise UsageError(f"unknown companions {companions!r}; known are {', '.join(get_args(Companions))}")
     together: bool = flag(
         False, "With --answers: also measure batches whose questions all wait for the last, without the dispatcher."
     )

@@ -24,14 +24,10 @@ from stillroom.models.causal_model import CausalModel
 from stillroom.models.loader import load_own_decoder
 from stillroom.rag.document_demand import DocumentDemand
 from stillroom_bench.experiments.anywhere_engine import Answers, BenchEngine, build_fixture, chunk, question, system
-from stillroom_bench.experiments.experiment_options import (
-    OFF,
-    SYSTEM_TOKENS,
-    AnywhereBenchOptions,
-    FirstQuestionsOptions,
-)
+from stillroom_bench.experiments.experiment_options import SYSTEM_TOKENS, AnywhereBenchOptions, FirstQuestionsOptions
 from stillroom_bench.experiments.first_questions_report import PREPARED, TARGETS, TIERS, TIMES, target_rows, time_rows
 from stillroom_bench.experiments.prepared import BenchDocuments, prepare_windows
+from stillroom_bench.experiments.reuse_options import OFF
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, run_arms

@@ -19,7 +19,7 @@ from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models.loader import fingerprint_of, load_own_decoder
 from stillroom.models.spec import ModelSpec
 from stillroom.planner.simulation.stepped_engine import EnginePolicy, SteppedEngine
-from stillroom_bench.experiments.experiment_options import CACHE_FIRST, REUSE_RATIOS
+from stillroom_bench.experiments.reuse_options import CACHE_FIRST, REUSE_RATIOS
 
 
 def reuse_config(arm: str, host_bytes: int, disk_bytes: int) -> ReuseConfig:

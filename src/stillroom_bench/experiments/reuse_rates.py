@@ -20,8 +20,9 @@ import faiss as _faiss
 from stillroom.errors import UsageError
 from stillroom.planner.simulation.arrivals import Draw, arrivals_of
 from stillroom.planner.simulation.stepped_engine import Prompt
-from stillroom_bench.experiments.experiment_options import ARMS, OFF, ReuseOptions, TieredOptions
+from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_figures import UNLOADED, Figures, LoadCell
+from stillroom_bench.experiments.reuse_options import ARMS, OFF, ReuseOptions
 from stillroom_bench.experiments.reuse_worker import PEERS
 from stillroom_bench.experiments.tiered_throughput import made_lists
 from stillroom_bench.instrument.bench_report import BenchResult

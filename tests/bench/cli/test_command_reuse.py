@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stillroom_bench.experiments import reuse_rates
-from stillroom_bench.experiments.experiment_options import ReuseOptions
+from stillroom_bench.experiments.reuse_options import ReuseOptions
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
