@@ -4,16 +4,15 @@
 reaches no API keys, and its output is shown as a picture only.
 """
 
-import contextlib
 import math
 import os
-import resource
 import signal
 import struct
 import sys
 import zlib
-from pathlib import Path
 from typing import Any
+
+from stillroom.retrieval.intake.process_limits import limit_memory
 
 OUT_OF_MEMORY, NO_SUCH_PAGE, DAMAGED = 77, 78, 79
 """Exit codes."""
@@ -27,7 +26,7 @@ def main() -> int:
     """Return the exit code."""
     descriptor, page, width, max_bytes, seconds = map(int, sys.argv[1:])
     signal.alarm(seconds)  # ends this process if the parent has died
-    _limit(max_bytes)
+    limit_memory(max_bytes)
     with open(descriptor, "rb") as stream:
         try:
             import pypdfium2 as pdfium  # after the limits are set
@@ -45,15 +44,6 @@ def main() -> int:
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()
     return 0
-
-
-def _limit(max_bytes: int) -> None:
-    """Forbid core files and limit memory, on systems with /proc."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + max_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _drawn(page: Any, width: int) -> tuple[int, int, list[bytes]]:

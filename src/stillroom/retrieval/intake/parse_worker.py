@@ -8,7 +8,6 @@ Replies are JSON, not pickle: a file that takes over this process must not take 
 import contextlib
 import json
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import metadata_from_json, metadata_to_json
 from stillroom.errors import DocumentError
+from stillroom.retrieval.intake.process_limits import limit_memory
 from stillroom.retrieval.loaders.load_file import load
 
 OUT_OF_MEMORY = 77
@@ -32,7 +32,7 @@ def main() -> None:
     """Serve until the parent closes the connection."""
     connection = Connection(int(sys.argv[1]))
     config = DocumentsConfig(**json.loads(connection.recv_bytes()))
-    _limit(config)
+    limit_memory(config.max_reader_bytes)
     connection.send_bytes(b"ready")
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
@@ -86,15 +86,6 @@ def decode_document(found: dict[str, Any]) -> Document:
         tuple(Paragraph(text, paths[index], *where) for text, index, where in found["paragraphs"]),
         metadata=metadata_from_json(found["metadata"]),
     )
-
-
-def _limit(config: DocumentsConfig) -> None:
-    """Forbid core files and limit memory, on systems with /proc."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + config.max_reader_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":
