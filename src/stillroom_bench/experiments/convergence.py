@@ -15,8 +15,6 @@ import numpy as np
 
 from stillroom.config.settings import IndexConfig, SearchConfig
 from stillroom.core.clock import SystemClock
-from stillroom.core.document import Chunk
-from stillroom.core.ids import DocumentId, chunk_id_of
 from stillroom.retrieval.hybrid import HybridSearch
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.graph_walk import GraphWalk
@@ -30,7 +28,7 @@ from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, run_arms
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
-from stillroom_bench.quality.index_whole import PreparedEmbedder, corpus_of
+from stillroom_bench.quality.index_whole import PreparedEmbedder, chunks_of, corpus_of
 from stillroom_bench.quality.search_arms import Vectors, latency_metrics, timed
 
 FIRST = (1, 3, 5)
@@ -143,7 +141,7 @@ def _built(config: IndexConfig, vectors: Vectors, on_progress: Callable[[str], N
 def _whole_searches(
     real: RealData, questions: Sequence[str], folder: Path, num_stages: int, on_progress: Callable[[str], None]
 ) -> list[Row]:
-    corpus = corpus_of(list(_chunks(real)), real.documents, folder / "corpus.sqlite3")
+    corpus = corpus_of(list(chunks_of(real.texts)), real.documents, folder / "corpus.sqlite3")
     embedder = PreparedEmbedder(dict(zip(real.questions, real.queries, strict=True)))
     rows = []
     for kind, config in _KINDS.items():
@@ -164,12 +162,6 @@ def _whole_searches(
         rows += _rows(kind, searches, num_stages)
     corpus.close()
     return rows
-
-
-def _chunks(real: RealData) -> Iterator[Chunk]:
-    for number, text in enumerate(real.texts):
-        document_id = DocumentId(f"/bench/{number}")
-        yield Chunk(chunk_id_of(document_id, 0, text), document_id, 0, text)
 
 
 # What the stages cost

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def measure_bm25(
     real: RealData, size: int, seed: int, folder: Path, peer: Bm25sPeer | None
 ) -> tuple[list[Arm], list[dict[str, Any]]]:
     """Build BM25 indexes of generated texts. Returns arms that search for the best chunks, and rows of build costs."""
-    chunks = list(_chunks(real, size, seed))
+    chunks = list(chunks_of(random_texts(real.texts, size, seed)))
     queries = choose_queries(real, _NUM_QUERIES, seed)[0]
     own = Bm25Index(folder / "bm25", "bench")
     began = time.perf_counter()
@@ -64,7 +64,8 @@ def whole_searches(real: RealData, size: int, seed: int, folder: Path) -> Iterat
 
     The search arms use precomputed query vectors.
     """
-    chunks, vectors = list(_chunks(real, size, seed)), clustered_vectors(real.documents, size, seed)
+    chunks = list(chunks_of(random_texts(real.texts, size, seed)))
+    vectors = clustered_vectors(real.documents, size, seed)
     texts, query_vectors = choose_queries(real, _NUM_QUERIES, seed)
     prepared = PreparedEmbedder(dict(zip(texts, query_vectors, strict=True)))
     arms = []
@@ -113,8 +114,9 @@ def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _chunks(real: RealData, size: int, seed: int) -> Iterator[Chunk]:
-    for number, text in enumerate(random_texts(real.texts, size, seed)):
+def chunks_of(texts: Iterable[str]) -> Iterator[Chunk]:
+    """Yield each text as the only chunk of a document."""
+    for number, text in enumerate(texts):
         document_id = DocumentId(f"/bench/{number}")
         yield Chunk(chunk_id_of(document_id, 0, text), document_id, 0, text)
 
