@@ -79,6 +79,7 @@ POLICIES_HELP = help_text(
         "stillroom bench policies",
         "stillroom bench policies --data data --output policies.json",
         "stillroom bench policies --changing --repeat 6",
+        "stillroom bench policies --anywhere --repeat 6",
         "stillroom bench policies --recorded --data data --requests 600 --repeat 6",
     ),
 )
@@ -90,7 +91,6 @@ STRUCTURES_HELP = help_text(
         "stillroom bench structures --repeat 30 --output structures.json --html structures.html",
         "stillroom bench structures --compare structures.json",
     ),
-        "stillroom bench policies --anywhere --repeat 6",
 )
 
 CONVERGENCE_HELP = help_text(
