@@ -93,6 +93,13 @@ STRUCTURES_HELP = help_text(
     ),
 )
 
+COMPONENTS_HELP = help_text(
+    "Measure time and memory of each part of a request: KV accounting, scheduler, BM25, HNSW, hybrid search.",
+    "After llmds' Tables 2 to 4 and Figures 4 to 6, with the paper's sizes. Times are processor time of one thread; "
+    "memory is the growth of the process's peak. How to read it: docs/structures-bench.md.",
+    examples=("stillroom bench components", "stillroom bench components --repeat 30 --output components.json"),
+)
+
 CONVERGENCE_HELP = help_text(
     "Measure how early a staged search finds its final documents, and what the stages cost.",
     "Dense searches run over real and generated vectors, hybrid searches over the real documents. Prints for each "
@@ -192,6 +199,7 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     add_command(app, "preloading", options.PreloadingOptions, _preloading, PRELOADING_HELP, ["config"])
     add_command(app, "policies", options.PoliciesOptions, _policies, POLICIES_HELP, ["config", "work_dir"])
     add_command(app, "structures", options.StructuresOptions, _structures, STRUCTURES_HELP, ["config", "work_dir"])
+    add_command(app, "components", options.ComponentsOptions, _components, COMPONENTS_HELP, ["config", "work_dir"])
     add_command(app, "convergence", options.ConvergenceOptions, _convergence, CONVERGENCE_HELP, ["config"])
     add_command(app, "tiered", options.TieredOptions, _tiered, TIERED_HELP, ["config"])
     add_command(app, "simulate", options.SimulateOptions, _simulate, SIMULATE_HELP, ["config", "compare"])
@@ -250,6 +258,12 @@ def _structures(chosen: options.StructuresOptions, call: Call) -> "BenchResult":
     from stillroom_bench.experiments.structures import run_structures
 
     return run_structures(chosen, call.say_run)
+
+
+def _components(chosen: options.ComponentsOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.experiments.components import run_components
+
+    return run_components(chosen, call.say_run)
 
 
 def _convergence(chosen: options.ConvergenceOptions, call: Call) -> "BenchResult":

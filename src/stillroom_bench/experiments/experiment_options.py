@@ -41,6 +41,15 @@ class StructuresOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ComponentsOptions:
+    """Options of `stillroom bench components`."""
+
+    repeat: int = repeat_flag(10)
+    num_requests: int = flag(1000, "Requests that wait for the scheduler.", "--requests", min=32)
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class PoliciesOptions:
     """Options of `stillroom bench policies`."""
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 def prefix_sharing_arms(seed: int, num_nodes: int = TREE_NODES) -> list[Arm]:
     """Return an arm per length of the shared prefix, and an arm for a tree of `num_nodes` nodes."""
-    arms = [Arm(f"prefix sharing/{prefix} of {NUM_TOKENS} tokens", _sharing(prefix, seed)) for prefix in PREFIXES]
+    arms = [Arm(f"prefix sharing/{prefix} of {NUM_TOKENS} tokens", sharing(prefix, seed)) for prefix in PREFIXES]
     return [
         *arms,
         Arm(f"knowledge tree/{num_nodes:,} nodes", lambda repetition: _large_tree(num_nodes, seed, repetition)),
@@ -49,15 +49,16 @@ def bound(num_shared: int) -> float:
 
 
 @dataclass
-class _Times:
+class CallTimes:
     """Durations of calls by name."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    clock: Callable[[], float] = time.perf_counter
 
     def call(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        start = time.perf_counter()
+        start = self.clock()
         result = function(*args, **kwargs)
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        self.seconds.setdefault(name, []).append(self.clock() - start)
         return result
 
     def metrics(self) -> Metrics:
@@ -85,13 +86,15 @@ def _lengths(lease: Lease) -> list[int]:
     return [len(segment.token_ids) for segment in lease.prompt.segments]
 
 
-def _sharing(num_shared: int, seed: int) -> Callable[[int], Metrics]:
+def sharing(num_shared: int, seed: int, clock: Callable[[], float] = time.perf_counter) -> Callable[[int], Metrics]:
+    """Return an arm's function: 100 sequences whose first `num_shared` tokens are the same, timed by a clock."""
+
     def run(repetition: int) -> Metrics:
         rng = np.random.default_rng([seed, repetition + 100])
         manager, tree = _manager(NUM_SEQUENCES * (NUM_TOKENS // BLOCK_SIZE + 2))
         prefix = Segment(SegmentKind.SYSTEM, tuple(rng.integers(0, 50_000, num_shared).tolist()))
         leases = [manager.new_lease(_prompt(rng, prefix), NUM_TOKENS) for _ in range(NUM_SEQUENCES)]
-        times = _Times()
+        times = CallTimes(clock=clock)
         for lease in leases:
             times.call("match", tree.match, lease.pieces)
             table = BlockTable(BLOCK_SIZE, NUM_TOKENS)
@@ -141,7 +144,7 @@ def _large_tree(num_nodes: int, seed: int, repetition: int, num_asks: int = 1000
         Segment(SegmentKind.CHUNK, tuple(rng.integers(0, 50_000, BLOCK_SIZE).tolist())) for _ in range(num_nodes)
     ]
     system = Segment(SegmentKind.SYSTEM, (0,) * BLOCK_SIZE)
-    times = _Times()
+    times = CallTimes()
 
     def serve(first: int) -> None:
         chosen = [documents[(first + 7 * place) % num_nodes] for place in range(4)]

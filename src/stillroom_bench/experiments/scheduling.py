@@ -87,6 +87,7 @@ def _run(load: _Load, seed: int, num_waiting: int, num_steps: int) -> Callable[[
             "decision_seconds": float(np.median(seconds)),
             "slow_decision_seconds": float(np.quantile(seconds, 0.99)),
             "decision_cpu_seconds": float(np.median(cpu_seconds)),
+            "slow_decision_cpu_seconds": float(np.quantile(cpu_seconds, 0.95)),
             "submit_cpu_seconds": float(np.median(submits)),
             "sequences": float(np.median(sizes)),
             "answered": num_answered,
