@@ -17,6 +17,7 @@ TABLES = {
     "hits-by-capacity": "Token hit rate",
     "quality-by-recomputation": "Against a full prefill",
     "time-by-preparing": "Mean time to first token",
+    "quality-by-documents": "Same answer as a full prefill, by documents in the prompt",
 }
 """Headings of the tables that are drawn; the other figures are drawn from the first table."""
 
@@ -52,6 +53,14 @@ def expected_cell(figure: Figure, point: Circle) -> tuple[tuple[str, ...], str]:
     if figure.name == "time-by-preparing":
         questions = {"first questions": "first", "all questions": "all", "later questions": "repeated"}[series]
         return (questions, f"prepared {x}%"), f"| {y:.3g} [{low:.3g}, {high:.3g}] |"
+    if figure.name == "quality-by-documents":
+        arm = "no recompute" if series == "nothing recomputed" else f"{series.partition(' (')[0]} 30%"
+        return (arm,), f"| {y:.3f} |"
+    if figure.name == "search-by-size":
+        index = {"HNSW": "hnsw m=16 ef=100", "faiss alone": "faiss m=16 ef=100", "IVF-PQ": "ivf_pq nprobe=32"}
+        values = [format_value("x_seconds", value / 1e6) for value in (y, low, high)]
+        arm = f"{int(float(x)):,} {index.get(series, 'flat')}"
+        return (arm, "p50_seconds"), f"| {values[0]} [{values[1]}, {values[2]}] |"
     if figure.name == "quality-by-recomputation":
         return (f"{series.partition(' (')[0].removesuffix(' tokens')} {x}%",), f"| {y:.3f} |"
     assert figure.name == "hits-by-capacity"

@@ -155,6 +155,51 @@ def time_by_preparing(result: Result) -> Chart:
     )
 
 
+def quality_by_documents(result: Result) -> Chart:
+    names = {"question 30%": "question (ours)", "random 30%": "random", "context 30%": "context (Eq. 14)"}
+    names |= {"no recompute": "nothing recomputed"}
+    rows = {row["arm"]: row for row in result["tables"]["Same answer as a full prefill, by documents in the prompt"]}
+    return Chart(
+        "Same answers by documents in the prompt",
+        "Share of the questions whose answer is that of a full prefill, for prompts of 3 to 8 documents, when 30 % of "
+        "the reused tokens are computed again by three rules, and without; 1,000 questions, one small model, without "
+        "intervals. All but the rule by the question fall with the number of documents.",
+        Axis("documents in the prompt"),
+        Axis("share with the same answer"),
+        {
+            name: tuple(
+                Point(float(size.split()[0]), float(share.split()[0]))
+                for size, share in rows[arm].items()
+                if size not in ("arm", "all")
+            )
+            for arm, name in names.items()
+        },
+    )
+
+
+def search_by_size(result: Result) -> Chart:
+    names = {
+        "hnsw m=16 ef=100": "HNSW",
+        "faiss m=16 ef=100": "faiss alone",
+        "ivf_pq nprobe=32": "IVF-PQ",
+        "flat": "flat",
+    }
+
+    def series(index: str) -> Iterator[Point]:
+        for size in result["parameters"]["sizes"]:
+            yield Point(float(size), *_summary(result, f"{size:,} {index}", "p50_seconds", 1e6))
+
+    return Chart(
+        "Search time by number of vectors",
+        "Median time of a dense search with its 95 % interval over 10,000, 25,000 and 50,000 vectors, on logarithmic "
+        "axes: HNSW with m = 16 and ef = 100, the same graph by faiss alone, IVF-PQ, and the exact flat index. The "
+        "flat index takes four times as long over five times the vectors, the others hardly longer.",
+        Axis("vectors (logarithmic)", is_log=True),
+        Axis("median time of a search, us (logarithmic)", is_log=True),
+        {name: tuple(series(index)) for index, name in names.items()},
+    )
+
+
 FIGURES = (
     Figure("reuse-by-rate", "2026-11-21-reuse", reuse_by_rate),
     Figure("hits-by-capacity", "2026-11-21-policies", hits_by_capacity),
@@ -162,6 +207,8 @@ FIGURES = (
     Figure("quality-by-recomputation", "2026-11-21-quality-curve", quality_by_recomputation),
     Figure("search-by-fast-memory", "2026-11-22-tiered", search_by_fast_memory),
     Figure("time-by-preparing", "2026-11-26-first-questions", time_by_preparing),
+    Figure("quality-by-documents", "2026-11-27-quality-held-out", quality_by_documents),
+    Figure("search-by-size", "2026-11-21-index", search_by_size),
 )
 
 
