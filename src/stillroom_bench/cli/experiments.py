@@ -148,6 +148,7 @@ TIERED_HELP = help_text(
         "stillroom bench tiered --drift --size 500000 --lists 1024 --share 0.2 --half-life 500 --half-life 1000",
         "stillroom bench tiered --predict --output tiered-model.json",
         "stillroom bench tiered --answers --probes 256 --repeat 3",
+        "stillroom bench tiered --parts --batch 1 --batch 16",
     ),
 )
 
@@ -166,7 +167,6 @@ SIMULATE_HELP = help_text(
 
 CLUSTER_HELP = help_text(
     "Simulate which engine of a cluster gets a request: routing by kept chunks, prefixes, hashes or load.",
-        "stillroom bench tiered --parts --batch 1 --batch 16",
     "Stillroom's engines and router run on modelled machines. traces: recorded retrievals, and whether routing by "
     "chunks beats routing by prefix; generated: topics and independent chunks; age: old beliefs, several fronts; "
     "changes: engines lost and added; tier: a KV tier that they share over the network. How to read it: "

@@ -65,6 +65,7 @@ class PoliciesOptions:
         False,
         "Instead, compare where costs per token differ and popular documents change; give --repeat for intervals.",
     )
+    anywhere: bool = flag(False, "Instead, compare under reuse at any position; give --repeat for intervals.")
     recorded: bool = flag(
         False,
         "Instead, replay windows of --requests requests of the traces in --data that nothing was chosen on, --repeat "
@@ -76,7 +77,6 @@ class PoliciesOptions:
 class ConvergenceOptions:
     """Options of `stillroom bench convergence`."""
 
-    anywhere: bool = flag(False, "Instead, compare under reuse at any position; give --repeat for intervals.")
     datasets: tuple[Path, ...] = datasets_flag()
     size: int = flag(20_000, "Vectors in the dense indexes.", min=100)
     num_stages: int = flag(8, "Stages of a search.", "--stages", min=2)
@@ -335,11 +335,11 @@ class TieredOptions:
     answers: bool = flag(
         False, "Instead, measure times to first token with a model of 135 million parameters, for several targets."
     )
-    repeat: int = repeat_flag(5)
-    seed: int = seed_flag()
-    num_batches: int = 16
-    """Maximum number of batches of one run of an arm; large batches run fewer times."""
     together: bool = flag(
         False, "With --answers: also measure batches whose questions all wait for the last, without the dispatcher."
     )
     parts: bool = flag(False, "Instead, measure the parts of a search: coarse search, look-up tables, scan.")
+    repeat: int = repeat_flag(5)
+    seed: int = seed_flag()
+    num_batches: int = 16
+    """Maximum number of batches of one run of an arm; large batches run fewer times."""
