@@ -223,7 +223,22 @@ def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
-JUNK = (None, True, -1, 1.5, 2**70, 1e308, "", "x" * 3_000_000, [], [[]], {}, {"s": {}}, "\ud800", -(10**400))
+JUNK: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1.5,
+    2**70,
+    1e308,
+    "",
+    "x" * 3_000_000,
+    [],
+    [[]],
+    {},
+    {"s": {}},
+    "\ud800",
+    -(10**400),
+)
 FIRST = FirstToken(
     0.1, 0.2, 0.3, PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(7), 9, Tier.HOST, Reason.HIT),), 0.1, 0.2)
 )

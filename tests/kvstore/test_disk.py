@@ -16,7 +16,7 @@ import pytest
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NodeKey, NodeRecord
 from stillroom.kvstore import disk
-from stillroom.kvstore.disk import DiskStore, shrink_other_models
+from stillroom.kvstore.disk import DiskStore, open_disk, shrink_other_models
 from stillroom.kvstore.files import folder_of, path_of, remove_file, size_on_disk
 from stillroom.kvstore.record import PAGE_SIZE, VERSION, Defect, header_size_of
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, payload, record, sealed
@@ -408,3 +408,30 @@ def test_a_process_can_become_the_writer_while_its_model_is_shrunk(
     with ThreadPoolExecutor(1) as pool:
         shrink_other_models(tmp_path, OTHER_MODEL, 0)
     assert opened[0].result().is_writer
+
+
+def test_several_writers_keep_their_kv_each_in_its_own_folder_and_find_it_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        stores = [open_disk(tmp_path, MODEL, 3) for _ in range(4)]
+        assert [store.is_writer for store in stores] == [True, True, True, False]
+        assert len({store.folder for store in stores[:3]}) == 3 and stores[3].folder == stores[0].folder
+        for number, store in enumerate(stores[:3]):
+            if not store.records():
+                assert store.write(record(number, chunk=number), *sealed(number))
+            assert [one.key for one, _ in store.records()] == [key(number)]
+            assert read(store, key(number)) == payload(number)
+        for store in stores:
+            store.close()
+    assert open_disk(tmp_path, MODEL).folder == DiskStore(tmp_path, MODEL).folder, "one writer: the model's own folder"
+
+
+def test_folders_of_further_writers_are_no_other_models(tmp_path: Path) -> None:
+    first, second = (open_disk(tmp_path, MODEL, 2) for _ in range(2))
+    assert second.write(record(1), *sealed(1))
+    second.close()
+    assert shrink_other_models(tmp_path, MODEL, 0, 2) == 0
+    again = open_disk(tmp_path, MODEL, 2)
+    assert again.has(key(1)), "the first folder is still taken"
+    again.close()
+    assert first.is_writer
+    assert shrink_other_models(tmp_path, OTHER_MODEL, 0) == 0 and not files_in(tmp_path), "to another model they are"

@@ -50,7 +50,8 @@ HELP = help_text(
         "stillroom engine --kb ./kb --model ./models/qwen2.5-0.5b --port 9101    # a second one on this machine",
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --engines http://127.0.0.1:9100 "
         "--engines http://127.0.0.1:9101",
-        "STILLROOM_CLUSTER__SECRET=... stillroom engine --kb postgresql://db/stillroom?kb=docs --host 0.0.0.0",
+        "STILLROOM_CLUSTER__SECRET=... stillroom engine --kb 'postgresql://db/stillroom?kb=docs' --host 0.0.0.0 "
+        "--model ./models/qwen2.5-0.5b",
         "curl -X POST http://127.0.0.1:9100/engine/v1/drain    # takes no more requests, completes the running ones",
     ),
 )
