@@ -17,6 +17,7 @@ MECHANISMS = (
     "prepared",
     "pipelining",
     "planning",
+    "front-and-engines",
 )
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -33,7 +34,9 @@ from stillroom.cli.options import (
     help_text,
     index_goal,
 )
+from stillroom.cli.own_engines import NoEngines, engines_of
 from stillroom.config.settings import StillroomConfig
+from stillroom.supervision.replicas import Replicas
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -46,6 +49,7 @@ _BACKGROUND_WORK = (
     "stillroom.kvstore.shared.guarded_calls",
     "stillroom.rag.preparing",
     "stillroom.retrieval.reembedding",
+    "stillroom.supervision.replicas",
 )
 """Loggers whose records tell what the server itself does and uses; shown without --quiet."""
 
@@ -66,6 +70,7 @@ HELP = help_text(
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --port 9000",
         "stillroom serve --kb ./kb --engine openai --base-url http://127.0.0.1:8000/v1",
         "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --engines http://127.0.0.1:9100",
+        "stillroom serve --kb ./kb --model ./models/qwen2.5-0.5b --replicas 2    # its own engines",
         "stillroom serve --kb ./kb --port 0 --json        # any free port",
         "stillroom keys add anna --keys keys.json && stillroom serve --kb ./kb --host 0.0.0.0 --keys keys.json",
     ),
@@ -79,6 +84,17 @@ def serve(  # noqa: PLR0913  one parameter per flag
     base_url: BaseUrlOption = None,
     engine_model: EngineModelOption = None,
     engines: EnginesOption = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            min=1,
+            max=64,
+            metavar="N",
+            help="Generate in N engine processes that this server starts, watches and ends; each gets its share of "
+            "memory, threads and GPUs (docs/front-and-engines.md).",
+        ),
+    ] = None,
     reuse: ReuseOption = None,
     kv_tier: KvTierOption = None,
     ann_recall: AnnRecallOption = None,
@@ -125,7 +141,9 @@ def serve(  # noqa: PLR0913  one parameter per flag
     server = HttpServer(settings.server.host, settings.server.port)  # fails before a model loads
     with contextlib.ExitStack() as opened:
         opened.callback(server.close)
-        served = _ServedApp(kb, settings, opened, notify)
+        own_engines, settings = engines_of(kb, settings, replicas)
+        opened.callback(own_engines.close)
+        served = _ServedApp(kb, settings, opened, notify, own_engines)
 
         is_public = settings.server.host in ("0.0.0.0", "::")
         everywhere = f", and on every address of this machine ({settings.server.host})" if is_public else ""
@@ -142,6 +160,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
                 logging.getLogger(name).setLevel(logging.INFO)
         server.run(lambda loading: served.load(access, loading), announce, settings.server)
         if server.is_loading:
+            own_engines.close()
             notify("stopped while loading")
             end_process()
         with ignoring_signals():
@@ -153,13 +172,19 @@ class _ServedApp:
     """Loads what the server needs, in the server's loading thread."""
 
     def __init__(
-        self, kb: Path, settings: StillroomConfig, opened: contextlib.ExitStack, notify: Callable[[str], None]
+        self,
+        kb: Path,
+        settings: StillroomConfig,
+        opened: contextlib.ExitStack,
+        notify: Callable[[str], None],
+        engines: Replicas | NoEngines,
     ) -> None:
         """
         Args:
             opened: closes everything that is opened here.
+            engines: of its own, to start.
         """
-        self._kb, self._settings, self._opened, self._notify = kb, settings, opened, notify
+        self._kb, self._settings, self._opened, self._notify, self._engines = kb, settings, opened, notify, engines
         self.model_name = ""
 
     def load(self, access: "AccessConfig", loading: "Loading") -> "FastAPI":
@@ -175,6 +200,7 @@ class _ServedApp:
         if not own.num_documents:
             self._notify(f"{self._kb} has no documents yet: stillroom add PATH --kb {self._kb}, or upload them")
         self._notify(f"loading {own.model_name} ...")
+        self._engines.start(partial(setattr, loading, "step"))
         loading.step = "loading the model and the indexes"
         own.warm_up()
         config = self._settings.server

@@ -1,0 +1,1 @@
+"""Engines as child processes: starting, watching and ending them."""
