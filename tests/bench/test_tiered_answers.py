@@ -12,8 +12,9 @@ import pytest
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.planner.simulation.search_station import SharedCores
 from stillroom.planner.simulation.simulated_runtime import HardwareModel
+from stillroom.retrieval.tiers.faiss_lists import write_bare_list_file
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_engine import system_of
 from stillroom_bench.experiments.reuse_search import Asked

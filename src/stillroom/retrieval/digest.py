@@ -23,7 +23,7 @@ from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.manifest import MACHINE_SETTINGS, SEARCH_SETTINGS, Manifest
-from stillroom.retrieval.tiers.tiered_ivf import all_entries, without_entries
+from stillroom.retrieval.tiers.faiss_lists import all_entries, without_entries
 from stillroom.retrieval.vector_index import VectorIndex
 
 _BATCH = 1000

@@ -23,10 +23,11 @@ from stillroom.planner.simulation.arrivals import arrivals
 from stillroom.planner.simulation.driving import drive
 from stillroom.planner.simulation.simulated_runtime import HardwareModel
 from stillroom.planner.simulation.stepped_engine import EnginePolicy
+from stillroom.retrieval.tiers.faiss_lists import write_bare_list_file
 from stillroom.retrieval.tiers.host_scan import Scored
 from stillroom.retrieval.tiers.partition import Lists, hottest
 from stillroom.retrieval.tiers.search_profile import Effort, SearchProfile, measure_profile
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.reuse_engine import OurRuntime, system_of
 from stillroom_bench.experiments.reuse_search import Asked, Searched

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from stillroom.retrieval.tiers.faiss_lists import write_bare_list_file
 from stillroom.retrieval.tiers.hot_lists import DriftRules, HotLists
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.experiments.tiered_throughput import SKEWS, SkewedQuestions, check_options, made_lists
 from stillroom_bench.instrument.bench_report import BenchResult

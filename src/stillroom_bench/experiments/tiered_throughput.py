@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.errors import UsageError
+from stillroom.retrieval.tiers.faiss_lists import accesses, write_bare_list_file
 from stillroom.retrieval.tiers.host_scan import Scored
 from stillroom.retrieval.tiers.partition import hottest_first
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, accesses, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from stillroom_bench.experiments.experiment_options import TieredOptions
 from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment

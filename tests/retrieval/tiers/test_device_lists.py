@@ -18,9 +18,10 @@ from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.tiers import device_lists
 from stillroom.retrieval.tiers.device_lists import DeviceLists, parse_devices, spread
 from stillroom.retrieval.tiers.device_shard import DeviceShard
+from stillroom.retrieval.tiers.faiss_lists import write_bare_list_file
 from stillroom.retrieval.tiers.hot_lists import DriftRules
 from stillroom.retrieval.tiers.list_file import ListFile
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 from tests.retrieval.index.test_tiered_index import run_now
 from tests.retrieval.tiers.test_device_shard import NLIST, trained
 

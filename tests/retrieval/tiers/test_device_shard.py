@@ -17,18 +17,11 @@ from stillroom.retrieval.ranking import first_arrays
 from stillroom.retrieval.tiers import device_shard
 from stillroom.retrieval.tiers.device_lists import spread
 from stillroom.retrieval.tiers.device_shard import DeviceShard
+from stillroom.retrieval.tiers.faiss_lists import accesses, all_entries, without_entries
 from stillroom.retrieval.tiers.host_scan import Scored, scan
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import hottest
-from stillroom.retrieval.tiers.tiered_ivf import (
-    DISK,
-    FIRST_DEVICE,
-    RAM,
-    TieredLists,
-    accesses,
-    all_entries,
-    without_entries,
-)
+from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists
 
 faiss: Any = _faiss
 NLIST, DIMENSION = 24, 16

@@ -11,17 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.retrieval.ranking import first_arrays
+from stillroom.retrieval.tiers.faiss_lists import accesses, all_entries, without_entries
 from stillroom.retrieval.tiers.host_scan import Scored, scan
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, write_list_file
 from stillroom.retrieval.tiers.partition import Partition, hottest
-from stillroom.retrieval.tiers.tiered_ivf import (
-    DISK,
-    RAM,
-    TieredLists,
-    accesses,
-    all_entries,
-    without_entries,
-)
+from stillroom.retrieval.tiers.tiered_ivf import DISK, RAM, TieredLists
 
 faiss: Any = _faiss
 NLIST, DIMENSION = 24, 16

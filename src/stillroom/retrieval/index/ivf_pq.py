@@ -20,8 +20,8 @@ from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, first_arrays, ranked_arrays
+from stillroom.retrieval.tiers.faiss_lists import entries_of
 from stillroom.retrieval.tiers.host_scan import scan
-from stillroom.retrieval.tiers.tiered_ivf import entries_of
 from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
 
 _POINTS_PER_CENTROID = 39

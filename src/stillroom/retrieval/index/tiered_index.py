@@ -23,10 +23,10 @@ from stillroom.retrieval.index.flat import FlatIndex
 from stillroom.retrieval.index.ivf_pq import IvfPqIndex, num_to_train, trained_lists
 from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, ranked_arrays
+from stillroom.retrieval.tiers.faiss_lists import all_entries, without_entries
 from stillroom.retrieval.tiers.hot_lists import Counts, DriftRules, HotLists, ListFigures, Spawn
 from stillroom.retrieval.tiers.list_file import ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.tiers.scratch_files import scratch_list_file
-from stillroom.retrieval.tiers.tiered_ivf import all_entries, without_entries
 from stillroom.retrieval.tiers.tiered_rows import Snapshot, TieredRows
 from stillroom.retrieval.vector_index import VectorIndex, one_thread, stages
 

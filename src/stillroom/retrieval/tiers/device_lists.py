@@ -12,10 +12,11 @@ import torch
 
 from stillroom.errors import ConfigError
 from stillroom.retrieval.tiers.device_shard import DeviceShard
+from stillroom.retrieval.tiers.faiss_lists import Vectors
 from stillroom.retrieval.tiers.host_scan import Scored
 from stillroom.retrieval.tiers.list_file import Entries
 from stillroom.retrieval.tiers.partition import Lists, Nearness, best_lists
-from stillroom.retrieval.tiers.tiered_ivf import BatchShard, TieredLists, Vectors
+from stillroom.retrieval.tiers.tiered_ivf import BatchShard, TieredLists
 
 logger = logging.getLogger(__name__)
 

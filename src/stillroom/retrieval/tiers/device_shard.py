@@ -19,10 +19,10 @@ from stillroom.errors import ConfigError
 from stillroom.ops import pq_scan
 from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import first_arrays
+from stillroom.retrieval.tiers.faiss_lists import Vectors, entries_of
 from stillroom.retrieval.tiers.host_scan import Scored
 from stillroom.retrieval.tiers.list_file import Entries
 from stillroom.retrieval.tiers.partition import Lists, Nearness
-from stillroom.retrieval.tiers.tiered_ivf import Vectors, entries_of
 
 _SCORED_AT_ONCE = 2**24
 """Scores per launch: 64 MiB, and a few times as much for temporaries."""

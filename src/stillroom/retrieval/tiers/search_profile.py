@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from stillroom.retrieval.tiers.device_shard import DeviceShard
 from stillroom.retrieval.tiers.division import ID_BYTES, Counts, Division, Floats
+from stillroom.retrieval.tiers.faiss_lists import write_bare_list_file
 from stillroom.retrieval.tiers.hit_rates import HitRates
 from stillroom.retrieval.tiers.partition import Lists, Partition, hottest
 from stillroom.retrieval.tiers.search_model import (
@@ -27,7 +28,7 @@ from stillroom.retrieval.tiers.search_model import (
     hits_of,
     rate_by_hits,
 )
-from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists, write_bare_list_file
+from stillroom.retrieval.tiers.tiered_ivf import DISK, FIRST_DEVICE, RAM, TieredLists
 from stillroom.retrieval.vector_index import one_thread
 
 Vectors = NDArray[np.float32]

@@ -20,11 +20,12 @@ from stillroom.retrieval.filters.allowed import AllowedIds, FilterMemo
 from stillroom.retrieval.filters.allowed_lists import AllowedLists
 from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.ranking import Ranking, best_of
+from stillroom.retrieval.tiers.faiss_lists import all_entries, without_entries
 from stillroom.retrieval.tiers.host_scan import Scored, scan
 from stillroom.retrieval.tiers.list_file import Entries, ListFile, Origin, blocks, write_list_file
 from stillroom.retrieval.tiers.partition import Lists, Nearness
 from stillroom.retrieval.tiers.scratch_files import Spill
-from stillroom.retrieval.tiers.tiered_ivf import TieredLists, all_entries, without_entries
+from stillroom.retrieval.tiers.tiered_ivf import TieredLists
 
 Ids = NDArray[np.int64]
 Vectors = NDArray[np.float32]
