@@ -12,7 +12,7 @@ from stillroom.config.settings import IndexConfig, QdrantConfig
 from stillroom.core.ids import DocumentId
 from stillroom.retrieval.index.indexes import Indexes
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
-from tests.retrieval.index.test_dense_store import TIERED, D, document, run_now
+from tests.retrieval.index.dense_documents import TIERED, D, document, run_now
 
 KINDS = {"flat": IndexConfig(kind="flat"), "tiered": TIERED, "qdrant": IndexConfig(kind="qdrant")}
 

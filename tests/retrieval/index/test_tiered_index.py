@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.tiers.hot_lists import DriftRules, ListFigures
 from stillroom.retrieval.tiers.list_file import ListFile
+from tests.retrieval.index.dense_documents import run_now
 
 Vectors = NDArray[np.float32]
 D = 16
@@ -36,10 +36,6 @@ def clustered(count: int, seed: int) -> Vectors:
     vectors[count // 2 : count // 2 + count // 8] = vectors[: count // 8]
     unit: Vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
     return unit
-
-
-def run_now(job: Callable[[], None]) -> None:
-    job()
 
 
 def tiered(folder: Path, config: IndexConfig = CONFIG, rules: DriftRules | None = None) -> TieredIvfPqIndex:

@@ -22,7 +22,7 @@ from stillroom.retrieval.tiers.faiss_lists import write_bare_list_file
 from stillroom.retrieval.tiers.hot_lists import DriftRules
 from stillroom.retrieval.tiers.list_file import ListFile
 from stillroom.retrieval.tiers.tiered_ivf import TieredLists
-from tests.retrieval.index.test_tiered_index import run_now
+from tests.retrieval.index.dense_documents import run_now
 from tests.retrieval.tiers.test_device_shard import NLIST, trained
 
 D = 16
