@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from stillroom.answer_quality.arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
-from stillroom.answer_quality.asking import QualityOptions
+from stillroom.answer_quality.asking import QualityOptions, bench_runtime
 from stillroom.answer_quality.questions import load_questions
+from stillroom.backends.engine_building import load_configured
 from stillroom.errors import UsageError
+from stillroom.models.bundled_models import MICROWORLD
 from stillroom_bench.quality.answers import run_quality
+from stillroom_bench.quality.discarding import matching_sentences, surprising_tokens
+from stillroom_bench.quality.prompt_reader import PromptReader
 
 ROWS = [
     {
@@ -137,3 +141,30 @@ def test_invalid_question_file_is_refused(tmp_path: Path, line: str, message: st
     file.write_text(line + "\n")
     with pytest.raises(UsageError, match=message):
         load_questions(file)
+
+
+def test_discarding_keeps_a_share_of_the_text_in_order(path: Path) -> None:
+    question = load_questions(path)[1]
+    likely = matching_sentences(question, 0.5)
+    assert [chunk.text for chunk in likely.chunks] == [
+        "The birthplace of Kala Broster was Glanwick .",
+        "The mentor of her was Mesa Mevric .",
+    ], "16 of 32 words: five and three different words of the question"
+    assert matching_sentences(question, 0.01).chunks[0].text == "The birthplace of Kala Broster was Glanwick ."
+
+    reader = PromptReader(load_configured(bench_runtime(MICROWORLD)))
+    rare = surprising_tokens(reader, question, 0.3)
+    for short, whole in zip(rare.chunks, question.chunks, strict=True):
+        left = iter(reader.encode(whole.text))
+        kept = reader.encode(short.text)
+        assert all(token in left for token in kept), "a subsequence"
+        assert len(kept) == round(0.3 * len(reader.encode(whole.text)))
+
+
+def test_discarding_is_compared_with_reuse(path: Path) -> None:
+    result = run_quality(QualityOptions(path, num_questions=2, ratios=(0.3,), selectors=("question",)), kept=(0.3,))
+    rows = {row["arm"]: row for row in result.tables["Against a full prefill"]}
+
+    assert {"30% of the tokens", "30% of the sentences", arm_name("question", 0.3)} <= set(rows)
+    assert float(rows["30% of the tokens"]["computed again"].rstrip("%")) < 45
+    assert float(rows["30% of the tokens"]["KL of first token"]) > 0

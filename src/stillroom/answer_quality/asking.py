@@ -7,7 +7,7 @@ context. Decoding is greedy, so everything but time is reproducible.
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -125,12 +125,14 @@ def ask_all(
     arms: Sequence[QualityArm],
     *,
     has_exact: bool = True,
+    shortened: Mapping[str, Sequence[ChunkQuestion]] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[QuestionOutcome]]:
     """Answer every question under every arm.
 
     Args:
         has_exact: adds the arms of a prefix cache and a set cache.
+        shortened: adds arms without reuse: by their name the same questions over other, shorter documents.
 
     Returns:
         Arm name -> one outcome per question, in the order of the questions; the full prefill comes first.
@@ -147,6 +149,9 @@ def ask_all(
         if has_exact:  # last, because the other arms could reuse the exact KV that these cache
             for name, chunks in ((PREFIX, question.chunks), (SET, _shuffled(question.chunks))):
                 outcomes.setdefault(name, []).append(bench.judge(question, full, bench.ask_again(question, chunks)))
+        for name, others in (shortened or {}).items():
+            reply = bench.ask_without_reuse(others[number])
+            outcomes.setdefault(name, []).append(bench.judge(question, full, reply))
         bench.clear()
         on_progress(number + 1, len(questions))
     return outcomes

@@ -344,4 +344,4 @@ def _answers(chosen: options.AnswerOptions, call: Call) -> "BenchResult":
     )
     from stillroom_bench.quality.answers import run_quality
 
-    return run_quality(quality_options, on_progress=on_progress)
+    return run_quality(quality_options, kept=chosen.kept, on_progress=on_progress)

@@ -1,11 +1,12 @@
 """`stillroom bench quality`: answer quality of KV reuse at any position (Cache-Craft 5.2; Figures 20, 21, 26, 27,
-Table 3).
+Tables 1 and 3).
 
 Reports what `answer_quality.asking` measures. How to read it: docs/chunk-reuse.md
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -25,17 +26,29 @@ from stillroom_bench.instrument.bench_report import BenchResult, share_name
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
 from stillroom_bench.instrument.statistics import bootstrapped, paired_tests, rank_correlation, ratio_of_means, wilson
+from stillroom_bench.quality.discarding import num_words, shortened_questions
 
 _NOTE = (
     "TTFT is the median over the questions, whose arms ran one after the other; it is meaningful only if a prefill "
     "takes long enough. `stillroom bench anywhere` measures time."
 )
+_SHORTER_NOTE = (
+    "Arms named `of the tokens` and `of the sentences` reuse nothing: their prompt has this share of the documents' "
+    "text, which `computed again` counts in words. Tokens: those that the model finds least likely "
+    "(Selective-Context). Sentences: those with most words of the question."
+)
 
 
 def run_quality(
-    options: QualityOptions, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    options: QualityOptions,
+    *,
+    kept: tuple[float, ...] = (),
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> BenchResult:
     """Answer every question under every arm.
+
+    Args:
+        kept: adds arms that read these shares of the documents' text, and discard the rest.
 
     Raises:
         UsageError: the file has no questions, or none that fits the model.
@@ -50,7 +63,13 @@ def run_quality(
     )
     environment = record_environment()
     questions = options.load()
-    outcomes = ask_all(options, questions, arms, on_progress=on_progress)
+    shorter = shortened_questions(options.runtime, questions, kept)
+    outcomes = ask_all(options, questions, arms, shortened=shorter, on_progress=on_progress)
+    for name, others in shorter.items():
+        outcomes[name] = [
+            replace(outcome, recomputed=num_words(other) / num_words(question))
+            for outcome, other, question in zip(outcomes[name], others, questions, strict=True)
+        ]
     kinds = [question.kind for question in questions]
     samples = Samples()
     for name, found in outcomes.items():
@@ -70,6 +89,7 @@ def run_quality(
         "ratios": options.ratios,
         "alphas": options.alphas,
         "focus_window": options.focus_window,
+        "kept_text": kept,
         "kept behind": "a document of another question" if options.context == "foreign" else "the same, shuffled",
     }
     tables = {
@@ -93,7 +113,7 @@ def run_quality(
         samples,
         FULL,
         tables=tables,
-        notes=[_NOTE],
+        notes=[_NOTE, *([_SHORTER_NOTE] if kept else [])],
         sample_of="question",
     )
 

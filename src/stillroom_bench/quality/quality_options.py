@@ -219,6 +219,12 @@ class AnswerOptions:
         min=0,
     )
     has_unturned: bool = flag(False, "Add arms whose keys are not rotated to their new positions.", "--unturned")
+    kept: tuple[float, ...] = flag(
+        (),
+        "Add arms that keep this share of the documents' text: unlikely tokens, or sentences like the question.",
+        min=0.01,
+        max=0.99,
+    )
     is_shuffled: bool = flag(
         False,
         "Compute the KV to reuse among the question's own documents in another order, not behind a foreign document.",
