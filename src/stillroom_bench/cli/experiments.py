@@ -40,6 +40,17 @@ ANYWHERE_HELP = help_text(
     ),
 )
 
+ATTENTION_HELP = help_text(
+    "Measure how the documents of a prompt attend to each other, as in Cache-Craft's Figures 7, 9, 10 and 14.",
+    "Prints the attention within and between documents, how many tokens have most of it, how far the hidden states of "
+    "a document move with each document before it, and whether reuse without repair keeps the answer. Questions are "
+    "those of `stillroom bench quality`. Nothing is timed. How to read it: docs/chunk-reuse.md.",
+    examples=(
+        "stillroom bench attention --questions eval.jsonl",
+        "stillroom bench attention --questions data/xquad --limit 100 --words 40 --output attention.json",
+    ),
+)
+
 PREPARED_HELP = help_text(
     "Measure time to first token of questions that were never asked, over documents that were prepared.",
     "The model is a Llama with 135 million random weights. Prepared chunks come from device, host and disk; with exact "
@@ -192,6 +203,9 @@ def add_commands(app: typer.Typer, pipeline: typer.Typer) -> None:
     """Add the commands to `stillroom bench` and to `stillroom bench pipeline`."""
     add_command(app, "reuse", ReuseOptions, _reuse, REUSE_HELP, ["config"])
     add_command(app, "anywhere", options.AnywhereBenchOptions, _anywhere, ANYWHERE_HELP, ["config"])
+    add_command(
+        app, "attention", options.AttentionOptions, _attention, ATTENTION_HELP, ["config", "work_dir", "compare"]
+    )
     add_command(app, "prepared", options.PreparedBenchOptions, _prepared, PREPARED_HELP, ["config"])
     add_command(
         app, "first-questions", options.FirstQuestionsOptions, _first_questions, FIRST_QUESTIONS_HELP, ["config"]
@@ -219,6 +233,12 @@ def _anywhere(chosen: options.AnywhereBenchOptions, call: Call) -> "BenchResult"
     from stillroom_bench.experiments.anywhere import run_anywhere
 
     return run_anywhere(chosen, call.work_dir, on_progress=call.say)
+
+
+def _attention(chosen: options.AttentionOptions, call: Call) -> "BenchResult":
+    from stillroom_bench.experiments.chunk_attention import run_attention
+
+    return run_attention(chosen, call.say)
 
 
 def _prepared(chosen: options.PreparedBenchOptions, call: Call) -> "BenchResult":

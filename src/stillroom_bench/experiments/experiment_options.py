@@ -6,7 +6,9 @@ from typing import Literal
 
 from stillroom.config.settings import Dtype
 from stillroom.errors import UsageError
+from stillroom.models.bundled_models import MICROWORLD
 from stillroom_bench.instrument.option_flags import (
+    REQUIRED,
     companions_flag,
     dataset_flag,
     datasets_flag,
@@ -71,6 +73,21 @@ class PoliciesOptions:
         "Instead, replay windows of --requests requests of the traces in --data that nothing was chosen on, --repeat "
         "of each.",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """Options of `stillroom bench attention`."""
+
+    questions: Path = flag(REQUIRED, "A file of questions, or a data set.", metavar="PATH")
+    model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.")
+    num_questions: int | None = flag(None, "Maximum number of questions.", "--limit", min=1)
+    num_chunks: int | None = flag(None, "Maximum number of documents of a question.", "--chunks", min=2)
+    max_words: int | None = flag(None, "Maximum number of words of a document; longer ones are cut.", "--words", min=1)
+    num_before: int = flag(
+        4, "Largest number of documents before the one whose deviation is measured.", "--before", min=1
+    )
+    seed: int = seed_flag()
 
 
 @dataclass(frozen=True, slots=True)
