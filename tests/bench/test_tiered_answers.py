@@ -110,7 +110,7 @@ def test_forecasts_of_an_idle_machine_are_search_and_steps(profile: SearchProfil
             return [0.0, 1e6]
 
     machine = HardwareModel(
-        costs=linear_profile(5.0, 0.0, 0.0), bytes_per_token=1, num_layers=1, device_bytes=4096, max_model_len=64
+        costs=linear_profile(5.0, 0.0, 0.0), bytes_per_token=1, num_layers=2, device_bytes=4096, max_model_len=64
     )
     policy, overheads = system_of("off", 0, 0), Overheads(2.0, SharedCores(3.0, 3.0))
     lists = made_lists(SCOPE)
