@@ -21,6 +21,7 @@ from stillroom_bench.quality.retrieval_quality import (
     Values,
     names_entity,
     pairs_of_llmds,
+    popularity_rows,
     run_quality,
 )
 
@@ -160,3 +161,14 @@ def test_pairs_of_llmds_have_the_interval_of_the_mean_difference() -> None:
     half = 1.96 * (0.02 / 2) ** 0.5 / 2
     assert row["mean of the sets"] == f"0.2 [{0.2 - half:.3g}, {0.2 + half:.3g}]"
     assert row["b"] == "0.3 [0.3, 0.3]"
+
+
+def test_most_found_documents_are_counted_for_each_search() -> None:
+    dense = ["a"] * 60 + [f"d{number}" for number in range(40)]
+    sparse = ["b"] * 30 + [f"d{number}" for number in range(70)]
+    first, second = popularity_rows({"one": {"dense only": dense, "BM25 only": sparse}})
+
+    assert (first["different documents"], second["different documents"]) == (41, 71)
+    assert first["share"].startswith("0.6 [") and first["/ dense only"] == ""
+    assert second["share"].startswith("0.31 ["), "2 of 71 documents: b, and one that was found once"
+    assert second["/ dense only"].startswith("0.517 [")

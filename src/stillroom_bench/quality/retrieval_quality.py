@@ -8,6 +8,7 @@ other kinds of documents.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from stillroom.retrieval.ranking import Ranking
 from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Samples
-from stillroom_bench.instrument.statistics import Interval, holm, paired_tests
+from stillroom_bench.instrument.statistics import Interval, holm, paired_tests, ratio_of_means, wilson
 from stillroom_bench.loads.beir_knowledge_base import open_knowledge_base
 from stillroom_bench.quality.fusion_arms import ALPHAS, CONVEX_WEIGHTS, OURS, RULES, Rule, learned, weighted_convex
 from stillroom_bench.quality.ir_metrics import METRICS, Qrels, evaluate
@@ -39,6 +40,9 @@ BY_KIND = "learned linear by kind of query (5-fold)"
 HELD_OUT = "convex, weight from other queries"
 TRANSFERRED = "convex, weight from other sets"
 _MAIN, _RECALL = "ndcg_at_10", "recall_at_10"
+_DENSE = "dense only"
+_SEARCHES = (_DENSE, "BM25 only", OURS)
+"""Searches whose most found documents are compared."""
 _NASF, _EQUAL = "NASF (llmds 3.3)", "min-max, weight 0.5"
 
 Values = dict[str, NDArray[np.float64]]
@@ -114,6 +118,8 @@ def run_quality(
     )
     tables["nDCG@10: the pairs of llmds Tables 6 and 9"] = pairs_of_llmds(values)
     tables["recall@10: weights by kind of query (llmds Hypothesis 1)"] = weights_by_kind(values)
+    firsts = {d.name: {name: first_documents(d.run(RULES[name])) for name in _SEARCHES} for d in loaded}
+    tables["First documents among the 3 % that are found most (RAGCache Figure 6)"] = popularity_rows(firsts)
     if len(loaded) > 1:
         tables["mean of the sets: nDCG@10 differences, stratified z-test, Holm-corrected"] = _stratified(values)
     parameters = {"datasets": [d.name for d in loaded], "split": split, "num_candidates": NUM_CANDIDATES, "seed": seed}
@@ -282,6 +288,35 @@ def _gaps(values: dict[str, dict[str, Values]], first: str, second: str, claim: 
         mean, error = _mean_gap(chosen, first, second, metric)
         row[name] = str(Interval(mean, mean - 1.96 * error, mean + 1.96 * error))
     return row
+
+
+def first_documents(run: dict[str, list[str]]) -> list[str]:
+    """Return the best document of each query."""
+    return [documents[0] if documents else "" for documents in run.values()]
+
+
+def popularity_rows(firsts: dict[str, dict[str, list[str]]], share: float = 0.03) -> list[dict[str, Any]]:
+    """Return for each set and search how many queries find one of its most found documents first.
+
+    The most found documents are chosen on the same queries, `share` of the distinct ones, so that all searches gain by
+    it alike. Ratios are to dense search, over the same queries.
+
+    Args:
+        firsts: set -> search -> best document of each query.
+    """
+    rows = []
+    for name, by_search in firsts.items():
+        hits = {}
+        for search, found in by_search.items():
+            counts = Counter(found)
+            top = {document for document, _ in counts.most_common(max(1, round(share * len(counts))))}
+            hits[search] = [float(document in top) for document in found]
+        for search, own in hits.items():
+            row: dict[str, Any] = {"set": name, "search": search, "queries": len(own)}
+            row |= {"different documents": len(set(by_search[search])), "share": str(wilson(int(sum(own)), len(own)))}
+            dense = hits[_DENSE]
+            rows.append(row | {f"/ {_DENSE}": "" if search == _DENSE else str(ratio_of_means(own, dense, block=1))})
+    return rows
 
 
 def _samples(values: dict[str, dict[str, Values]]) -> Samples:
