@@ -21,7 +21,7 @@ from tests.server.fakes import FakeStillroom
 
 QUESTION = "How do I rotate keys?"
 KEYS = ["question", "text", "token_ids", "finish_reason", "request_id", "sources", "highlight", "confidence"]
-KEYS += ["warnings", "timing", "reuse", "speculation", "lookup", "citations", "hops", "num_generated_tokens"]
+KEYS += ["warnings", "timing", "reuse", "speculation", "lookup", "citations", "hops", "route", "num_generated_tokens"]
 
 
 def test_answer_sources_and_timing(run: Run, opened: Opened) -> None:
@@ -274,10 +274,12 @@ def test_empty_stop_string_is_refused(run: Run, opened: Opened) -> None:
 def test_base_url_alone_selects_the_openai_engine(run: Run, opened: Opened) -> None:
     run("ask", QUESTION, "--base-url", "http://host:8000", "--engine-model", "m")
     run("ask", QUESTION, "--base-url", "http://host:8000", "--engine", "builtin")
+    run("ask", QUESTION, "--base-url", "http://a", "--base-url", "http://b")
 
-    first, second = (config.engine for _, config, _ in opened.calls)
+    first, second, several = (config.engine for _, config, _ in opened.calls)
     assert (first.kind, first.base_url, first.model) == ("openai", "http://host:8000", "m")
     assert second.kind == "builtin"
+    assert several.base_urls == ("http://a/v1", "http://b/v1")
 
 
 def test_openai_engine_needs_an_address(run: Run, opened: Opened) -> None:

@@ -268,12 +268,40 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(secret: str)
         ("http://host/v1?key=1", "is not an address"),
         ("http://host:99999", "is not an address"),
         ("http://me:sk-do-not-show@host/v1", "holds a name or password"),
+        ("http://host,http://me:sk-do-not-show@host/v1", "holds a name or password"),
+        ("http://a,", "is not an address"),
+        ("http://a, http://b,http://a/v1/", "http://a/v1 twice"),
     ],
 )
 def test_impossible_addresses_are_refused_without_showing_passwords(base_url: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=hint) as caught:
         EngineConfig(kind="openai", base_url=base_url)
     assert "sk-do-not-show" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://localhost:8000", ["http://localhost:8000/v1"]),
+        ("http://localhost:8000/", ["http://localhost:8000/v1"]),
+        ("http://localhost:8000/v1/", ["http://localhost:8000/v1"]),
+        ("https://host/llm/api", ["https://host/llm/api"]),
+        ("http://a, http://b/v1", ["http://a/v1", "http://b/v1"]),
+    ],
+)
+def test_addresses_of_servers_end_in_a_path(given: str, used: list[str]) -> None:
+    assert list(EngineConfig(kind="openai", base_url=given).base_urls) == used
+
+
+def test_several_addresses_are_a_list_or_text_with_commas() -> None:
+    write('[engine]\nkind = "openai"\nbase_url = ["http://a", "http://b"]\n')
+    assert load_config(env={}).engine.base_urls == ("http://a/v1", "http://b/v1")
+    env = {"STILLROOM_ENGINE__BASE_URL": "http://c,http://d"}
+    assert load_config(env=env).engine.base_urls == ("http://c/v1", "http://d/v1")
+    for wrong in ('["http://a", 1]', "1"):
+        write(f"[engine]\nbase_url = {wrong}\n")
+        with pytest.raises(ConfigError, match="must be text, or a list of texts"):
+            load_config(env={})
 
 
 def test_key_with_a_line_break_is_refused_without_showing_it() -> None:

@@ -31,6 +31,12 @@ class ScriptedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Refuse connections from now on. Idempotent."""
+        if self._socket.fileno() < 0:
+            return
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
         self._thread.join(20)

@@ -14,9 +14,9 @@ from stillroom.config.settings import EngineConfig
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
 from stillroom.engine.events import RemoteUsage, TokenEvent
-from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
-from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt
+from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, ServerChoice
+from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import (
     DeadlineExceededError,
     EngineClosedError,
@@ -53,12 +53,16 @@ class RemoteEngineFixture:
     slept: list[float] = field(default_factory=list)
 
     def submit(
-        self, prompt: RemotePrompt = CHAT, name: str = "r", deadline: float | None = None
+        self,
+        prompt: RemotePrompt = CHAT,
+        name: str = "r",
+        deadline: float | None = None,
+        choice: ServerChoice | None = None,
     ) -> "queue.SimpleQueue[TokenEvent]":
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         sampling = SamplingParams(max_tokens=7)
         request = SampleRequest(request_id=RequestId(name), sampling=sampling, deadline=deadline)
-        self.engine.submit(prompt, request, events.put)
+        self.engine.submit(prompt, request, events.put, choice)
         return events
 
     def ask(self, prompt: RemotePrompt = CHAT) -> list[TokenEvent]:
@@ -87,13 +91,13 @@ def text(events: list[TokenEvent]) -> str:
 def talking(*replies: Reply, model: str = "m", **settings: object) -> Iterator[RemoteEngineFixture]:
     with ScriptedServer(replies) as server:
         config = EngineConfig(kind="openai", base_url=server.url, api_key=KEY, **settings)  # type: ignore[arg-type]
-        slept: list[float] = []
+        clock, slept = ManualClock(), list[float]()
 
         async def sleep(seconds: float) -> None:
             slept.append(seconds)
+            clock.advance(seconds)
 
-        clock = ManualClock()
-        with OpenAIEngine(OpenAIClient(config, clock, sleep=sleep, uniform=lambda: 0.5), model, clock) as engine:
+        with OpenAIEngine(ServerPool(config, clock, sleep=sleep, uniform=lambda: 0.5), model, clock) as engine:
             yield RemoteEngineFixture(engine, server, slept)
 
 
@@ -139,7 +143,7 @@ def test_retry_after_is_respected() -> None:
     with talking(*replies) as fixture:
         fixture.ask()
 
-    assert fixture.slept == [7.0, 10.0, 2.0]
+    assert fixture.slept == [7.0, 3.0, 2.0]
 
 
 def test_too_long_retry_after_ends_the_request() -> None:
@@ -245,7 +249,7 @@ def test_unreachable_server_is_an_error_with_its_address() -> None:
         config = EngineConfig(kind="openai", base_url=f"http://127.0.0.1:{port}", max_retries=0)
         told = f"http://127.0.0.1:{port}/v1 cannot be reached.*is the server run"
         with (
-            OpenAIEngine(OpenAIClient(config, ManualClock()), "", ManualClock()) as engine,
+            OpenAIEngine(ServerPool(config, ManualClock()), "", ManualClock()) as engine,
             pytest.raises(EngineUnavailableError, match=told),
         ):
             engine.find_model()

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import RemoteUsage
-from stillroom.engine.openai_client import base_url
 from stillroom.engine.openai_protocol import EventDelta, SseDecoder, read_event, sampling_fields
 from stillroom.errors import EngineError, UsageError
 
@@ -69,16 +68,3 @@ def test_unsupported_sampling_parameters_are_refused() -> None:
     for unknown in (SamplingParams(logprobs=3), SamplingParams(logit_bias={1: 2.0})):
         with pytest.raises(UsageError, match="cannot be sent to this engine"):
             sampling_fields(unknown, has_extra=True)
-
-
-@pytest.mark.parametrize(
-    ("given", "used"),
-    [
-        ("http://localhost:8000", "http://localhost:8000/v1"),
-        ("http://localhost:8000/", "http://localhost:8000/v1"),
-        ("http://localhost:8000/v1/", "http://localhost:8000/v1"),
-        ("https://host/llm/api", "https://host/llm/api"),
-    ],
-)
-def test_base_url(given: str, used: str) -> None:
-    assert base_url(given) == used

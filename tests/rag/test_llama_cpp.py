@@ -20,8 +20,8 @@ from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
 from stillroom.engine.events import TokenEvent
-from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
+from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import EngineRefusedError, EngineUnavailableError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.stillroom import Stillroom
@@ -94,7 +94,7 @@ def test_greedy_story_equals_that_of_transformers(config: EngineConfig, shared: 
     assert [begin, pieces[first], pieces[second]] == [1, " Once", " upon"]
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
 
-    with OpenAIEngine(OpenAIClient(config, SystemClock()), "", SystemClock()) as engine:
+    with OpenAIEngine(ServerPool(config, SystemClock()), "", SystemClock()) as engine:
         assert engine.find_model().endswith("stories.gguf")
         sampling = SamplingParams(max_tokens=len(expected))
         engine.submit("Once upon", SampleRequest(request_id=RequestId("story"), sampling=sampling), events.put)

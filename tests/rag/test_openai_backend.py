@@ -4,11 +4,13 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from stillroom.backends.conversation import Exchange
 from stillroom.config.settings import EngineConfig, EnginePrompt, GenerationConfig, StillroomConfig
 from stillroom.errors import ConfigError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
@@ -152,6 +154,19 @@ def test_sources_stand_in_the_order_of_the_prompt(here: Stillroom) -> None:
     assert second.sources[0].score < second.sources[1].score
     prompts = [asked.body["messages"][1]["content"].partition("Question: ")[0] for asked in server.asked]
     assert prompts[0] == prompts[1]
+
+
+def test_earlier_turns_stand_as_they_were_sent(here: Stillroom) -> None:
+    first, second = "Dola Kenric Cirik Prurs", "Cirik Prurs Dola Kenric birthplace Tunstead"
+    options = AskOptions(mode="sparse", top_k=2)
+    with ScriptedServer([GOOD] * 3) as server, away(here, server.url, model="m") as stillroom:
+        stillroom.ask(first, options)
+        answer = stillroom.ask(second, options)
+        history = (Exchange(second, answer.text),)
+        stillroom.ask("When was Jatha Jurlow born ?", replace(options, history=history))
+
+    _, before, after = (asked.body["messages"] for asked in server.asked)
+    assert [message["content"] for message in after[:3]] == [*(message["content"] for message in before), answer.text]
 
 
 def test_cancelling_a_stream_frees_the_blocks_of_the_server(here: Stillroom, url: str) -> None:

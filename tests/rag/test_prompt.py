@@ -1,19 +1,23 @@
 """Prompts: a chunk has the same tokens at every position, and no text can imitate the template."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from stillroom.backends.conversation import Exchange, History, Turn
-from stillroom.backends.openai import OpenAIBackend
+from stillroom.backends.openai import OpenAIBackend, RemoteOptions
 from stillroom.backends.prompt_builder import PromptBuilder, format_for, plain_format
+from stillroom.config.settings import EngineConfig
 from stillroom.core.document import Chunk, ScoredChunk
 from stillroom.core.ids import ChunkId, DocumentId
 from stillroom.core.prompt import SegmentKind
+from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import ModelError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
+from tests.fakes import ManualClock
 from tests.models.test_tokenizer import folder, tokenizer  # noqa: F401 - fixtures: a tokenizer with a chat template
 
 
@@ -112,9 +116,10 @@ def test_server_elsewhere_is_asked_for_citations_behind_the_question() -> None:
     def write(chunks: object, question: str, history: object, max_tokens: int | None) -> tuple[str, tuple[()]]:
         return question, ()
 
-    no_engine: Any = None
+    servers = ServerPool(EngineConfig(kind="openai", base_url="http://127.0.0.1:9"), ManualClock())
+    engine: Any = SimpleNamespace(servers=servers)
     prompts = [
-        OpenAIBackend(no_engine, write, no_engine, None, asks_for_citations=asks)
+        OpenAIBackend(engine, write, engine, options=RemoteOptions(asks_for_citations=asks))
         .prepare_prompt([], "Why?", None)
         .prompt
         for asks in (False, True)

@@ -16,7 +16,7 @@ from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import SampleRequest, TokenConstraint
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
-from stillroom.engine.openai_protocol import RemotePrompt
+from stillroom.engine.openai_protocol import RemotePrompt, ServerChoice
 from stillroom.engine.reader_engine import ReaderPrompt
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
@@ -43,6 +43,8 @@ class PreparedPrompt:
     """Restricts the answer's tokens, for example to JSON of a schema."""
     call_format: CallFormat | None = None
     """How the answer writes a call of a tool; None if it has none."""
+    server_choice: ServerChoice | None = None
+    """Which of several servers elsewhere gets it; None for other backends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Backend(Protocol):
             tenant: its name, for an engine in another process that opens the tenant's documents itself.
 
         Raises:
-            ConfigError: the engine is a server elsewhere, which cannot keep tenants apart.
+            ConfigError: the engine is a server elsewhere that is sent no `cache_salt`, so it cannot keep tenants apart.
         """
         ...
 

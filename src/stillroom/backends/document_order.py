@@ -35,16 +35,19 @@ class PrefixOrder(Generic[K]):
         self._lock = Lock()
 
     def arrange(self, ranked: Sequence[K]) -> tuple[K, ...]:
-        """Return the documents, given best first, in the order in which to send them; remember that order.
+        """Return the documents, given best first, in the order in which to send them.
 
         First the longest beginning of a remembered order that consists of these documents (of several, the one with
         the better ranks), then the others by rank.
         """
         with self._lock:
             prefix = self._longest_beginning(ranked)
-            order = (*prefix, *(document for document in ranked if document not in prefix))
+        return (*prefix, *(document for document in ranked if document not in prefix))
+
+    def remember(self, order: tuple[K, ...]) -> None:
+        """Remember an order that is sent."""
+        with self._lock:
             self._remember(order)
-        return order
 
     def _longest_beginning(self, ranked: Sequence[K]) -> tuple[K, ...]:
         """Depth-first search, better ranks first, with a limited number of steps."""

@@ -1,6 +1,7 @@
-"""`OpenAIBackend`: writes prompts for a server elsewhere, with documents in an order that suits its prefix cache."""
+"""`OpenAIBackend`: writes prompts for servers elsewhere, with documents in an order that suits their prefix caches."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stillroom.backends.base import Load, PreparedPrompt
@@ -16,22 +17,26 @@ from stillroom.backends.prompt_builder import (
     render,
     user_messages,
 )
+from stillroom.backends.prompt_names import Part, parts_of_question, parts_of_raw, request_of
 from stillroom.backends.tool_chat import ToolChat
-from stillroom.config.settings import EngineConfig, EnginePrompt
+from stillroom.cluster.front_engines import engine_name
+from stillroom.config.settings import EnginePrompt, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.kv import cache_salt_of, salt_of
 from stillroom.core.prompt import SegmentedPrompt
 from stillroom.core.request import SampleRequest
 from stillroom.engine.corpora import CorpusView
 from stillroom.engine.events import Listener
-from stillroom.engine.openai_client import OpenAIClient
 from stillroom.engine.openai_engine import OpenAIEngine
-from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt
+from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, ServerChoice
 from stillroom.engine.reader_engine import ReaderPrompt
+from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 
 WrittenPrompt = tuple[RemotePrompt, tuple[ChunkId, ...]]
@@ -42,8 +47,22 @@ ChatWriter = Callable[[str, History, int | None], RemotePrompt]
 """The same without documents."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """How prompts are written and named."""
+
+    orders_documents: bool = True
+    """Whether documents that begin an earlier prompt of a server come first; otherwise they stand by rank."""
+    asks_for_citations: bool = False
+    """Ask for numbers of sources; they are checked when the answer is complete."""
+    sends_salt: bool = False
+    """Send `cache_salt`."""
+    salt: str = ""
+    """The tenant's salt."""
+
+
 class OpenAIBackend:
-    """Writes prompts for a server and submits them."""
+    """Chooses a server for each prompt, writes the prompt and submits it."""
 
     tokenizer = None
     max_model_len = None
@@ -53,23 +72,26 @@ class OpenAIBackend:
         engine: OpenAIEngine,
         write: PromptWriter,
         write_chat: ChatWriter,
-        order: PrefixOrder[ChunkId] | None,
         tokenize: Callable[[str], RemotePrompt] | None = None,
         *,
-        asks_for_citations: bool = False,
+        options: RemoteOptions,
+        owns_engine: bool = True,
     ) -> None:
         """
         Args:
-            order: orders documents; None leaves them by rank.
             tokenize: for a server that takes tokens, encodes a raw prompt; None sends text.
-            asks_for_citations: ask for numbers of sources; they are checked when the answer is complete.
+            owns_engine: whether closing this closes the engine.
         """
-        self._asks_for_citations = asks_for_citations
         self._engine = engine
         self._write = write
         self._write_chat = write_chat
-        self._order = order
         self._tokenize = tokenize
+        self._options = options
+        self._owns_engine = owns_engine
+        self._cache_salt = cache_salt_of(options.salt) if options.sends_salt else ""
+        self._orders: dict[str, PrefixOrder[ChunkId]] = {}
+        if options.orders_documents:
+            self._orders = {url: PrefixOrder() for url in engine.servers.urls}
 
     @property
     def name(self) -> str:
@@ -116,15 +138,13 @@ class OpenAIBackend:
     ) -> PreparedPrompt:
         """As `Backend.prepare_prompt`. Without `max_tokens` every chunk is sent; the server may refuse."""
         _refuse(schema)
-        question = ask_for_citations(question) if self._asks_for_citations else question
+        question = ask_for_citations(question) if self._options.asks_for_citations else question
         if max_tokens is not None:  # drop the lowest ranks before the order changes
             _, kept = self._write(chunks, question, history, max_tokens)
             chunks = [chunk for chunk in chunks if chunk.chunk_id in kept]
-        if self._order is not None:
-            by_id = {chunk.chunk_id: chunk for chunk in chunks}
-            chunks = [by_id[chunk_id] for chunk_id in self._order.arrange(list(by_id))]
+        chunks, history, choice = self._routed(chunks, question, history)
         prompt, chunk_ids = self._write(chunks, question, history, max_tokens)
-        return _prepared(chunk_ids, prompt)
+        return _prepared(chunk_ids, prompt, choice)
 
     def prepare_chat(
         self,
@@ -135,7 +155,8 @@ class OpenAIBackend:
     ) -> PreparedPrompt:
         """As `Backend.prepare_chat`. Without a tokenizer `max_tokens` is ignored; the server may refuse."""
         _refuse(schema)
-        return _prepared((), self._write_chat(question, history, max_tokens))
+        choice = self._choice(parts_of_question((), question, history))
+        return _prepared((), self._write_chat(question, history, max_tokens), choice)
 
     @property
     def call_format(self) -> None:
@@ -148,26 +169,40 @@ class OpenAIBackend:
         _refuse(schema)
         if not prompt:
             raise UsageError("the prompt is empty")
+        choice = self._choice(parts_of_raw(prompt))
         if isinstance(prompt, str):
-            return _prepared((), prompt if self._tokenize is None else self._tokenize(prompt))
-        return _prepared((), tuple(prompt))
+            return _prepared((), prompt if self._tokenize is None else self._tokenize(prompt), choice)
+        return _prepared((), tuple(prompt), choice)
 
     def start(self, prepared: PreparedPrompt, samples: Sequence[SampleRequest], listeners: Sequence[Listener]) -> None:
         prompt = prepared.prompt
         assert not isinstance(prompt, SegmentedPrompt | ReaderPrompt), "another backend prepared this prompt"
         for sample, listener in zip(samples, listeners, strict=True):
-            self._engine.submit(prompt, sample, listener)
+            self._engine.submit(prompt, sample, listener, prepared.server_choice)
 
     def documents_changed(self, corpus: CorpusView) -> None:
         """Nothing to drop: the server evicts its own cache."""
 
     def readings(self) -> Readings:
-        return {}
+        """Return the requests of each server, and whether it gets any now."""
+        states = self._engine.servers.states()
+        return {
+            catalogue.ENGINES_ALIVE: {(one.url, engine_name(one.url)): one.is_available for one in states},
+            catalogue.ENGINE_STREAMS: {one.url: one.num_sent for one in states},
+            catalogue.ENGINE_BROKEN: {one.url: one.num_broken for one in states},
+            catalogue.ENGINE_REFUSED: {one.url: one.num_refused for one in states},
+        }
 
     def for_tenant(self, salt: str, tenant: str) -> "OpenAIBackend":
-        raise ConfigError(
-            "engine.kind = 'openai' serves one tenant only: response times would tell a tenant which prompts of others "
-            "the server has cached; use the builtin engine, or one server for each tenant"
+        if not self._options.sends_salt:
+            raise ConfigError(
+                "engine.kind = 'openai' serves one tenant only: response times would tell a tenant which prompts of "
+                "others the server has cached; set engine.cache_salt = true if the servers honour it (vLLM and SGLang "
+                "do), use the builtin engine, or one server for each tenant"
+            )
+        options = replace(self._options, salt=salt)
+        return OpenAIBackend(
+            self._engine, self._write, self._write_chat, self._tokenize, options=options, owns_engine=False
         )
 
     def cancel(self, request_id: RequestId) -> None:
@@ -177,11 +212,43 @@ class OpenAIBackend:
         self._engine.close()
 
     def close(self) -> None:
-        self._engine.close()
+        if self._owns_engine:
+            self._engine.close()
+
+    def _routed(
+        self, chunks: Sequence[Chunk], question: str, history: History
+    ) -> tuple[Sequence[Chunk], History, ServerChoice]:
+        """Choose the server for a question, together with the order of documents that suits the server. Returns the
+        documents and the history in that order."""
+        suited = {url: self._suited(url, chunks, history) for url in self._engine.servers.urls}
+        requests = {
+            url: request_of(parts_of_question(ordered, question, turns), self._options.salt)
+            for url, (ordered, turns) in suited.items()
+        }
+        url = self._engine.servers.choose(requests)
+        ordered, turns = suited[url]
+        if self._orders:
+            self._orders[url].remember(tuple(chunk.chunk_id for chunk in ordered))
+        return ordered, turns, ServerChoice(url, requests[url], self._cache_salt)
+
+    def _suited(self, url: str, chunks: Sequence[Chunk], history: History) -> tuple[Sequence[Chunk], History]:
+        """Return documents in the order that suits a server, those of earlier turns as they were sent to it."""
+        if not self._orders:
+            return chunks, history
+        arrange, by_id, turns = self._orders[url].arrange, {chunk.chunk_id: chunk for chunk in chunks}, []
+        for turn in history.turns:
+            found = {scored.chunk.chunk_id: scored for scored in turn.found}
+            turns.append(replace(turn, found=tuple(found[one] for one in arrange(tuple(found)))))
+        return [by_id[one] for one in arrange(tuple(by_id))], replace(history, turns=tuple(turns))
+
+    def _choice(self, parts: Sequence[Part]) -> ServerChoice:
+        request = request_of(parts, self._options.salt)
+        servers = self._engine.servers
+        return ServerChoice(servers.choose(dict.fromkeys(servers.urls, request)), request, self._cache_salt)
 
 
-def _prepared(chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt) -> PreparedPrompt:
-    return PreparedPrompt(prompt, chunk_ids, len(prompt) if isinstance(prompt, tuple) else None)
+def _prepared(chunk_ids: tuple[ChunkId, ...], prompt: RemotePrompt, choice: ServerChoice) -> PreparedPrompt:
+    return PreparedPrompt(prompt, chunk_ids, len(prompt) if isinstance(prompt, tuple) else None, server_choice=choice)
 
 
 def _refuse(schema: Mapping[str, Any] | None) -> None:
@@ -189,27 +256,32 @@ def _refuse(schema: Mapping[str, Any] | None) -> None:
         raise UsageError("a server elsewhere cannot enforce a JSON schema; leave it out or set engine.kind = 'builtin'")
 
 
-def connect(config: EngineConfig, model: str, clock: Clock, *, asks_for_citations: bool = False) -> OpenAIBackend:
-    """Connect to a server.
+def connect(config: StillroomConfig, clock: Clock, knowledge_base: str) -> OpenAIBackend:
+    """Connect to the servers of `engine.base_url`.
 
     Args:
-        model: checkpoint whose format and tokenizer write the prompts, unless the server takes chat messages.
-        asks_for_citations: see `generation.ask_for_citations`.
+        knowledge_base: id of the default tenant's knowledge base.
 
     Raises:
-        EngineUnavailableError: the server cannot be reached.
-        EngineRefusedError: the server refuses the key, or lists no model.
-        ModelError: the checkpoint has no tokenizer.
+        EngineUnavailableError: no server can be reached.
+        EngineRefusedError: a server refuses the key, lists no model, or lacks the model that another one serves.
+        ModelError: the checkpoint whose tokenizer writes the prompts has none.
     """
-    write, write_chat, tokenize = _writers(config.prompt, model)
-    engine = OpenAIEngine(OpenAIClient(config, clock), config.model, clock)
+    engine_config = config.engine
+    write, write_chat, tokenize = _writers(engine_config.prompt, config.runtime.model)
+    engine = OpenAIEngine(ServerPool(engine_config, clock), engine_config.model, clock)
     try:
         engine.find_model()
     except BaseException:
         engine.close()
         raise
-    order: PrefixOrder[ChunkId] | None = PrefixOrder() if config.document_order == "prefix" else None
-    return OpenAIBackend(engine, write, write_chat, order, tokenize, asks_for_citations=asks_for_citations)
+    options = RemoteOptions(
+        orders_documents=engine_config.document_order == "prefix",
+        asks_for_citations=config.generation.ask_for_citations,
+        sends_salt=engine_config.cache_salt,
+        salt=salt_of("", knowledge_base),
+    )
+    return OpenAIBackend(engine, write, write_chat, tokenize, options=options)
 
 
 def _writers(kind: EnginePrompt, model: str) -> tuple[PromptWriter, ChatWriter, Callable[[str], RemotePrompt] | None]:

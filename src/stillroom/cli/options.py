@@ -82,8 +82,12 @@ EnginesOption = Annotated[
     ),
 ]
 BaseUrlOption = Annotated[
-    str | None,
-    typer.Option("--base-url", metavar="URL", help="Address of that server, such as http://127.0.0.1:8000/v1."),
+    list[str] | None,
+    typer.Option(
+        "--base-url",
+        metavar="URL",
+        help="Address of that server, such as http://127.0.0.1:8000/v1. Repeat it for several servers of one model.",
+    ),
 ]
 EngineModelOption = Annotated[
     str | None,
@@ -259,13 +263,14 @@ def as_bytes(flag: str, text: str | None) -> int | None:
 
 
 def engine_settings(
-    engine: EngineKind | None, base_url: str | None, model: str | None, engines: list[str] | None = None
+    engine: EngineKind | None, base_urls: list[str] | None, model: str | None, engines: list[str] | None = None
 ) -> dict[str, object]:
     """Return the four flags as settings; an address alone implies its kind of engine.
 
     Raises:
         UsageError: two kinds of engine are named.
     """
+    base_url = ",".join(base_urls) if base_urls else None
     if base_url is not None and engines:
         raise UsageError("--base-url and --engines name two kinds of engine; leave one out")
     if engine is None and (base_url is not None or engines):

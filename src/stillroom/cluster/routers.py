@@ -4,7 +4,7 @@ A choice depends on the arguments only: no clock, no random numbers, no order of
 the request's chunks prefer by hash.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,8 +146,21 @@ class CostRouter:
     """Engines whose time exceeds the least by at most this share of computing the whole prompt are tied."""
 
     def choose(self, request: RoutedRequest, engines: Sequence[EngineBelief]) -> EngineBelief:
+        return self.choose_among({one.engine_id: request for one in engines}, engines)
+
+    def choose_among(self, requests: Mapping[str, RoutedRequest], engines: Sequence[EngineBelief]) -> EngineBelief:
+        """Return the engine for a request whose documents each engine would get in an order of its own.
+
+        Args:
+            requests: by engine id; the same chunks and the same number of tokens for each.
+
+        Raises:
+            EngineUnavailableError: no engine is alive.
+        """
         found = within_bound(alive(engines), self.load_factor)
-        seconds = [one.queue_seconds + predict(request, one.held, self.costs).seconds for one in found]
+        work = [predict(requests[one.engine_id], one.held, self.costs).seconds for one in found]
+        seconds = [one.queue_seconds + computing for one, computing in zip(found, work, strict=True)]
+        request = requests[found[0].engine_id]
         limit = min(seconds) + self.tie_share * self.costs.profile.prefill_seconds(0, request.num_tokens)
         home = min_hash(request.chunks)
         tied = [one for one, needed in zip(found, seconds, strict=True) if needed <= limit]

@@ -18,6 +18,17 @@ def check_address(name: str, address: str, example: str, key_name: str) -> None:
         raise ConfigError(f"{name}={address!r} is not an address; write one like {example}")
 
 
+def split_addresses(text: str) -> tuple[str, ...]:
+    """Return the addresses of a text, which are separated by commas."""
+    return tuple(address.strip() for address in text.split(","))
+
+
+def with_path(address: str) -> str:
+    """Return an address without trailing slashes, with the path /v1 if it has no path."""
+    address = address.rstrip("/")
+    return address if urlsplit(address).path else f"{address}/v1"
+
+
 def check_key(name: str, key: str) -> None:
     """Raise ConfigError if the environment variable `name` holds a character that no key has."""
     if not all("!" <= character <= "~" for character in key):

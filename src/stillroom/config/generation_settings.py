@@ -3,12 +3,13 @@
 Users import them from `config.settings`.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from stillroom.config.addresses import check_address, check_key
+from stillroom.config.addresses import check_address, check_key, split_addresses, with_path
 from stillroom.config.engine_address import parse_engine_addresses
-from stillroom.config.quantities import AboveZero, AtLeastZero, Int63, Range, Share, check_ranges
+from stillroom.config.quantities import AboveZero, Addresses, AtLeastZero, Int63, Range, Share, check_ranges
 from stillroom.errors import ConfigError
 
 EngineKind = Literal["builtin", "openai", "cluster"]
@@ -23,14 +24,15 @@ class EngineConfig:
     OpenAI-compatible server (docs/engines.md)."""
 
     kind: EngineKind = "builtin"
-    """`builtin`: the runtime of this process. `openai`: the server at `base_url`; no model is loaded in this
+    """`builtin`: the runtime of this process. `openai`: the servers at `base_url`; no model is loaded in this
     process. `cluster`: the engines at `urls`; this process loads the tokenizer of `runtime.model`, not its weights."""
-    base_url: str = ""
-    """The server's address, such as `http://127.0.0.1:8000/v1`; `/v1` is added if there is no path."""
+    base_url: Addresses = ""
+    """The server's address, such as `http://127.0.0.1:8000/v1`; `/v1` is added if there is no path. Several servers of
+    one model: a list, or text with commas (docs/engines.md)."""
     model: str = ""
-    """Model to request from the server. Empty: the first that it lists."""
+    """Model to request from the servers. Empty: the first that the first reachable one lists."""
     api_key: str = field(default="", repr=False)
-    """Bearer token. Read from the environment only, never from files or flags."""
+    """Bearer token for all servers. Read from the environment only, never from files or flags."""
     prompt: EnginePrompt = "chat"
     """`chat`: sends messages, and the server applies its model's template. `text`, `tokens`: `/v1/completions` with a
     prompt rendered by the tokenizer of `runtime.model`; with `tokens`, text of documents is never read as special
@@ -41,6 +43,10 @@ class EngineConfig:
     extra_sampling: bool = True
     """Send the sampling parameters that OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`), at neutral values unless
     set: servers have defaults of their own. Use `false` for servers that refuse unknown fields, such as OpenAI's."""
+    cache_salt: bool = False
+    """Send `cache_salt`, a secret of the tenant's knowledge base: the server shares cached KV among requests of the
+    same salt only. Needed for several tenants. Use it only for servers that honour it, such as vLLM and SGLang; others
+    ignore or refuse it (docs/engines.md)."""
     connect_timeout_s: AboveZero = 5.0
     """Seconds to wait for a connection."""
     read_timeout_s: AboveZero = 300.0
@@ -50,9 +56,10 @@ class EngineConfig:
     max_retry_wait_s: float = 30.0
     """Longest wait before a retry, in seconds; the request fails if the server asks for more."""
 
-    urls: str = ""
-    """Where the engines of a cluster are, separated by commas: `http://host:9100` of one engine, `dns://name:9100` for
-    all addresses of a name, `file:///folder/engines` and `list+http://host/` for a list with an address a line."""
+    urls: Addresses = ""
+    """Where the engines of a cluster are, a list or text with commas: `http://host:9100` of one engine,
+    `dns://name:9100` for all addresses of a name, `file:///folder/engines` and `list+http://host/` for a list with an
+    address a line."""
     max_migrations: AtLeastZero = 3
     """Engines of a cluster that may take a request and not complete it before the request fails; the first is not
     counted."""
@@ -71,8 +78,16 @@ class EngineConfig:
             return
         if not self.base_url:
             raise ConfigError("engine.kind = 'openai' needs an address: --base-url http://127.0.0.1:8000/v1")
-        check_address("engine.base_url", self.base_url, "http://127.0.0.1:8000/v1", "STILLROOM_ENGINE__API_KEY")
+        for url in split_addresses(self.base_url):
+            check_address("engine.base_url", url, "http://127.0.0.1:8000/v1", "STILLROOM_ENGINE__API_KEY")
+        if repeated := [url for url, times in Counter(self.base_urls).items() if times > 1]:
+            raise ConfigError(f"engine.base_url names {repeated[0]} twice; name each server once")
         check_key("STILLROOM_ENGINE__API_KEY", self.api_key)
+
+    @property
+    def base_urls(self) -> tuple[str, ...]:
+        """The addresses without trailing slashes, with the path /v1 if they have none."""
+        return tuple(with_path(url) for url in split_addresses(self.base_url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stillroom.config.quantities import OneOf, Range, UserPath, parse_size, ranges_of
+from stillroom.config.quantities import Addresses, OneOf, Range, UserPath, parse_size, ranges_of
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import ConfigError
 
@@ -49,6 +49,8 @@ class Setting:
     """None unless the kind is a number."""
     is_path: bool
     """`~` is the user's home folder. A setting that may also be a hub name is expanded where it is resolved."""
+    is_list: bool
+    """Whether a file may have a list of texts in place of one text with commas."""
     is_secret: bool
     """Taken from the environment only; no message shows its value."""
 
@@ -84,6 +86,8 @@ class Setting:
             return str(self.range)
         if self.kind is bool:
             return "true or false"
+        if self.is_list:
+            return "text, or a list of texts"
         if self.kind is str:
             return "text" if self.is_optional else "text, not empty"
         noun = (
@@ -112,6 +116,7 @@ def settings() -> Mapping[str, Setting]:
                 default=field.default if field.default_factory is MISSING else field.default_factory(),
                 range=ranges.get(field.name),
                 is_path=annotations[field.name] == UserPath,
+                is_list=annotations[field.name] == Addresses,
                 is_secret=not field.repr,
             )
             found[setting.path] = setting
@@ -250,7 +255,7 @@ def _check(setting: Setting, value: object, origin: str, *, is_text: bool) -> ob
             raise problem
         return value
     try:
-        converted = _parse(setting, value) if is_text or setting.is_size else value
+        converted = _parse(setting, value) if is_text or setting.is_size or setting.is_list else value
     except ValueError:
         raise problem from None
     if setting.kind is float and type(converted) is int:
@@ -266,7 +271,9 @@ def _check(setting: Setting, value: object, origin: str, *, is_text: bool) -> ob
 
 
 def _parse(setting: Setting, value: object) -> object:
-    """Convert text to the setting's type. Raises ValueError if it cannot be."""
+    """Convert text, or a list of texts, to the setting's type. Raises ValueError if it cannot be."""
+    if setting.is_list and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return ",".join(value)
     if not isinstance(value, str):
         return value
     text = value.strip()

@@ -60,6 +60,7 @@ AboveZero = Annotated[float, Range(0, is_low_open=True)]
 Share = Annotated[float, Range(0, 1)]
 Int63 = Annotated[int, Range(0, 2**63 - 1)]
 UserPath = Annotated[str, "`~` is the user's home folder"]
+Addresses = Annotated[str, "addresses, separated by commas; a file may have a list"]
 
 
 @cache

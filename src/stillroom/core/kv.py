@@ -43,6 +43,12 @@ def salt_of(tenant: str, knowledge_base: str) -> str:
     return f"{tenant}\0{knowledge_base}"
 
 
+def cache_salt_of(salt: str) -> str:
+    """Return the salt that a server elsewhere gets: 64 hexadecimal digits. It cannot be guessed, because the id of a
+    knowledge base is random and secret, and the tenant's salt cannot be recovered from it."""
+    return hashlib.sha256(b"stillroom-cache-salt\0" + salt.encode()).hexdigest()
+
+
 class Tier(IntEnum):
     """Tier of a copy of KV. Smaller is faster."""
 

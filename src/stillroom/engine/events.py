@@ -30,16 +30,17 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The engine of a cluster that generates an answer, and why it was chosen (docs/cluster.md)."""
+    """The engine of a cluster, or the server of a remote engine, that generates an answer, and why it was chosen
+    (docs/cluster.md, docs/engines.md)."""
 
     engine: str
     """Its name (`cluster.front_engines.engine_name`)."""
     predicted_seconds: float | None
     """Predicted when it was chosen: seconds to the first token, waiting included; None without a cost profile."""
     num_expected_tokens: int
-    """Prompt tokens whose KV the engine was believed to reuse."""
+    """Prompt tokens whose KV the engine was believed to reuse; of a remote engine estimated from characters."""
     num_migrations: int = 0
-    """Engines before it that took the request and did not complete it."""
+    """Engines before it that took the request and did not complete it; of a remote engine all earlier attempts."""
     is_resumed: bool = False
     """Whether an engine before it had generated a part of the answer."""
 
@@ -76,7 +77,7 @@ class TokenEvent:
     best: Quote | None = None
     """The reader's best quote, also if its score is too low to be the answer; the same on every event."""
     route: Route | None = None
-    """From an engine of a cluster."""
+    """From an engine of a cluster, or a remote engine."""
 
 
 Listener = Callable[[TokenEvent], None]

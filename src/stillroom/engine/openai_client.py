@@ -1,17 +1,12 @@
-"""HTTP client of an OpenAI-compatible server: connections, retries, and errors that say what to do.
+"""HTTP client of an OpenAI-compatible server: connections, and errors that say what to do.
 
-A request is retried only before the first text of its answer, and only after a failed connection, HTTP 429 or 5xx. The
-API key is in the header of each request and in no message.
+The API key is in the header of each request and in no message. Retries: `server_pool`.
 """
 
-import asyncio
 import contextlib
-import logging
-import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -20,87 +15,50 @@ from stillroom.core.clock import Clock
 from stillroom.engine.openai_protocol import DONE, EventDelta, SseDecoder, read_event, read_models, status_error
 from stillroom.errors import EngineRefusedError, EngineUnavailableError, StillroomError
 
-logger = logging.getLogger(__name__)
-
-FIRST_WAIT_S = 0.5
-"""Mean wait before the first retry; doubled for each further one."""
-
-Sleep = Callable[[float], Awaitable[None]]
-Random = Callable[[], float]
-"""A number in [0, 1)."""
+_MAX_RETRY_AFTER_S = 86400.0
 
 
 class OpenAIClient:
-    """Client of one server. All calls must come from one event loop."""
+    """Client of one server. Makes one attempt for each call. All calls must come from one event loop."""
 
-    def __init__(
-        self, config: EngineConfig, clock: Clock, *, sleep: Sleep = asyncio.sleep, uniform: Random = random.random
-    ) -> None:
-        self.url = base_url(config.base_url)
-        self.has_extra_sampling = config.extra_sampling
+    def __init__(self, url: str, config: EngineConfig, clock: Clock) -> None:
+        """
+        Args:
+            url: one of `config.base_urls`.
+        """
+        self.url = url
         self._config = config
         self._clock = clock
-        self._sleep = sleep
-        self._uniform = uniform
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {config.api_key}"} if config.api_key else {},
             timeout=httpx.Timeout(config.read_timeout_s, connect=config.connect_timeout_s, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
         )
 
-    async def first_model(self) -> str:
-        """Return the first model that the server lists.
-
-        Raises:
-            EngineUnavailableError: the server cannot be reached.
-            EngineRefusedError: the server refuses the key, or lists no model.
-        """
-        num_failed = 0
-        while True:
-            try:
-                names = await self._models()
-            except _RetryableError as failure:
-                await self._pause(failure, num_failed)
-                num_failed += 1
-                continue
-            if not names:
-                raise EngineRefusedError(f"{self.url} lists no model; name one with --engine-model")
-            return names[0]
-
-    async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
-        """Yield the events of one answer.
-
-        Raises:
-            EngineError: the server cannot be reached, refuses the request, or breaks off.
-            PromptTooLongError: the prompt exceeds the server's context.
-        """
-        num_failed, num_characters = 0, 0
-        while True:
-            try:
-                async with contextlib.aclosing(self._events(path, body)) as events:
-                    async for progress in events:
-                        num_characters += len(progress.text)
-                        yield progress
-                return
-            except _RetryableError as failure:
-                if num_characters:
-                    raise EngineUnavailableError(
-                        f"{self.url} broke off after {num_characters} characters of the answer; ask again"
-                    ) from failure.__cause__
-                await self._pause(failure, num_failed)
-                num_failed += 1
-
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _models(self) -> list[str]:
+    async def models(self) -> list[str]:
+        """Return the models that the server lists.
+
+        Raises:
+            ServerFailure: it failed, and may answer later.
+            EngineRefusedError: it refuses the key, or does not list its models.
+        """
         with self._connection_errors():
             response = await self._client.get(f"{self.url}/models")
         if response.status_code != 200:
             raise self._refusal(response, response.content, model="")
         return read_models(response.content, self.url)
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[EventDelta, None]:
+        """Yield the events of one answer.
+
+        Raises:
+            ServerFailure: the server failed; another attempt may succeed if there was no text yet.
+            EngineError: it refuses the request or ends the answer with an error.
+            PromptTooLongError: the prompt exceeds its context.
+        """
         decoder, has_begun, is_finished = SseDecoder(), False, False
         try:
             with self._connection_errors():
@@ -114,7 +72,7 @@ class OpenAIClient:
                             progress = read_event(data)
                             is_finished = is_finished or progress.finish_reason is not None
                             yield progress
-        except (_RetryableError, EngineUnavailableError):
+        except (ServerFailure, EngineUnavailableError):
             if not is_finished:
                 raise
         if not has_begun:  # llama-cpp-python answers so when the prompt is too long
@@ -123,7 +81,8 @@ class OpenAIClient:
                 "If the prompt is too long, lower search.top_k"
             )
         if not is_finished:
-            raise _RetryableError(EngineUnavailableError(f"{self.url} closed the connection before its answer"))
+            closed = EngineUnavailableError(f"{self.url} closed the connection before its answer")
+            raise ServerFailure(closed, is_lost=True)
 
     async def _check(self, response: httpx.Response, model: str) -> None:
         if response.status_code != 200:
@@ -141,51 +100,47 @@ class OpenAIClient:
             yield
         except httpx.ReadTimeout as error:
             silence = f"{self.url} was silent for {self._config.read_timeout_s:g} s"
-            raise EngineUnavailableError(f"{silence}; if that is its speed, raise engine.read_timeout_s") from error
+            silent = EngineUnavailableError(f"{silence}; if that is its speed, raise engine.read_timeout_s")
+            raise ServerFailure(silent, may_retry=False) from error
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             unreachable = (
                 f"{self.url} cannot be reached ({reason}); is the server running, and is engine.base_url right?"
             )
-            raise _RetryableError(EngineUnavailableError(unreachable)) from error
+            raise ServerFailure(EngineUnavailableError(unreachable), is_lost=True) from error
 
     def _refusal(self, response: httpx.Response, content: bytes, model: str) -> Exception:
         key = self._config.api_key.encode()  # a server may quote it
         error = status_error(response.status_code, content.replace(key, b"***") if key else content, self.url, model)
         if isinstance(error, EngineUnavailableError) and response.headers.get("x-should-retry") != "false":
-            return _RetryableError(error, self._retry_after_s(response.headers.get("retry-after", "")))
+            return ServerFailure(error, self._retry_after_s(response.headers.get("retry-after", "")))
         return error
 
     def _retry_after_s(self, text: str) -> float:
-        """Parse a Retry-After header, seconds or an HTTP date; 0 if it is empty or invalid."""
+        """Parse a Retry-After header, seconds or an HTTP date; 0 if it is empty or invalid, a day if it is longer."""
+        seconds = 0.0
         with contextlib.suppress(ValueError):
-            return max(0.0, float(text))
+            seconds = parsedate_to_datetime(text).timestamp() - self._clock.unix()
         with contextlib.suppress(ValueError):
-            return max(0.0, parsedate_to_datetime(text).timestamp() - self._clock.unix())
-        return 0.0
-
-    async def _pause(self, failure: "_RetryableError", num_failed: int) -> None:
-        """Wait before the next attempt; raises the failure's error if there is none."""
-        longest = self._config.max_retry_wait_s
-        if num_failed == self._config.max_retries or failure.retry_after_s > longest:
-            raise failure.error from failure.__cause__
-        # jitter spreads the retries of requests that failed together
-        wait_s = FIRST_WAIT_S * 2**num_failed * (0.5 + self._uniform())
-        wait_s = min(max(wait_s, failure.retry_after_s), longest)
-        logger.warning("%s; trying again in %.1f s", failure.error, wait_s)
-        await self._sleep(wait_s)
+            seconds = float(text)
+        return min(max(0.0, seconds), _MAX_RETRY_AFTER_S)
 
 
-class _RetryableError(Exception):
-    """An attempt failed, and another one may succeed. Raised and caught in this module only."""
+class ServerFailure(Exception):
+    """An attempt failed for a reason of the server's, not of the request's."""
 
-    def __init__(self, error: StillroomError, retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self, error: StillroomError, retry_after_s: float = 0.0, *, is_lost: bool = False, may_retry: bool = True
+    ) -> None:
+        """
+        Args:
+            error: what the caller gets if there is no other attempt.
+            retry_after_s: when the server wants the next attempt; 0: it did not say.
+            is_lost: there is no connection, so the server may have been restarted.
+            may_retry: whether another attempt is worth its time.
+        """
         super().__init__(str(error))
         self.error = error
         self.retry_after_s = retry_after_s
-
-
-def base_url(url: str) -> str:
-    """Return a URL without trailing slashes, with the path /v1 if it has no path."""
-    url = url.rstrip("/")
-    return url if urlsplit(url).path else f"{url}/v1"
+        self.is_lost = is_lost
+        self.may_retry = may_retry

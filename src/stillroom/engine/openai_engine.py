@@ -1,37 +1,39 @@
-"""Engine whose requests run on an OpenAI-compatible server; the same interface as `async_engine`.
+"""Engine whose requests run on OpenAI-compatible servers; the same interface as `async_engine`.
 
-A thread with its own event loop talks to the server; each request is a task there. Every submitted request gets exactly
-one last event. How to use it: docs/engines.md
+A thread with its own event loop talks to the servers; each request is a task there. Every submitted request gets
+exactly one last event. How to use it: docs/engines.md
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
-from typing import Any
+from collections.abc import AsyncGenerator
 
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest
 from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
-from stillroom.engine.openai_client import OpenAIClient
-from stillroom.engine.openai_protocol import RemotePrompt, body_of, path_of
+from stillroom.engine.openai_protocol import EventDelta, RemotePrompt, ServerChoice, body_of, path_of
+from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
 
 logger = logging.getLogger(__name__)
+
+_Events = AsyncGenerator[EventDelta, None]
 
 
 class OpenAIEngine:
     """A running engine. Close it, or use it as a context manager."""
 
-    def __init__(self, server: OpenAIClient, model: str, clock: Clock) -> None:
+    def __init__(self, servers: ServerPool, model: str, clock: Clock) -> None:
         """
         Args:
-            model: name of the model; empty: the first that the server lists, see `find_model`.
+            model: name of the model; empty: the first that a server lists, see `find_model`.
         """
         self.model = model
-        self._server = server
+        self.servers = servers
         self._clock = clock
         self._tasks: dict[RequestId, asyncio.Task[TokenEvent]] = {}
         self._begun: set[RequestId] = set()
@@ -55,30 +57,37 @@ class OpenAIEngine:
         return len(self._begun)
 
     def find_model(self) -> str:
-        """Return the named model, or else the first that the server lists.
+        """Return the named model, or else the first that the first reachable server lists. Several servers are checked
+        to serve it; a single one tells with the first request.
 
-        Raises:
-            EngineUnavailableError: the server cannot be reached.
-            EngineRefusedError: the server refuses the key, or lists no model.
+        Raises: as `ServerPool.find_model`.
         """
-        if not self.model:
+        if not self.model or len(self.servers.urls) > 1:
             with self._closing:
                 self._check_open()
-                found = asyncio.run_coroutine_threadsafe(self._server.first_model(), self._loop)
+                found = asyncio.run_coroutine_threadsafe(self.servers.find_model(self.model), self._loop)
             self.model = found.result()
         return self.model
 
-    def submit(self, prompt: RemotePrompt, request: SampleRequest, listener: Listener) -> None:
+    def submit(
+        self, prompt: RemotePrompt, request: SampleRequest, listener: Listener, choice: ServerChoice | None = None
+    ) -> None:
         """Start a request; its events go to the listener.
+
+        Args:
+            choice: the server for it; None: chosen without knowing the prompt.
 
         Raises:
             UsageError: a sampling parameter cannot be sent to a server.
             EngineClosedError: the engine was closed.
         """
-        body = body_of(prompt, request.sampling, self.model, has_extra_sampling=self._server.has_extra_sampling)
+        choice = choice or ServerChoice()
+        body = body_of(prompt, request.sampling, self.model, has_extra_sampling=self.servers.has_extra_sampling)
+        body |= {"cache_salt": choice.cache_salt} if choice.cache_salt else {}
 
         def start() -> None:
-            task = self._loop.create_task(self._answer_in_time(request, path_of(prompt), body, listener))
+            events = self.servers.stream(path_of(prompt), body, choice)
+            task = self._loop.create_task(self._answer_in_time(request, events, listener))
             self._tasks[request.request_id] = task
             task.add_done_callback(lambda ended: self._end(request.request_id, ended, listener))
 
@@ -126,30 +135,29 @@ class OpenAIEngine:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self._server.close()
+        await self.servers.close()
         await self._loop.shutdown_asyncgens()
 
-    async def _answer_in_time(
-        self, request: SampleRequest, path: str, body: dict[str, Any], listener: Listener
-    ) -> TokenEvent:
+    async def _answer_in_time(self, request: SampleRequest, events: _Events, listener: Listener) -> TokenEvent:
         seconds = None if request.deadline is None else request.deadline - self._now()
         try:
             async with asyncio.timeout(seconds):
-                return await self._answer(request.request_id, path, body, listener)
+                return await self._answer(request.request_id, events, listener)
         except TimeoutError:
             raise deadline_error() from None
 
-    async def _answer(self, request_id: RequestId, path: str, body: dict[str, Any], listener: Listener) -> TokenEvent:
+    async def _answer(self, request_id: RequestId, events: _Events, listener: Listener) -> TokenEvent:
         """Tell the listener of every piece of text; the last event is the result."""
-        reason, usage = FinishReason.STOP, None
-        async with contextlib.aclosing(self._server.stream(path, body)) as stream:
-            async for progress in stream:
+        reason, usage, route = FinishReason.STOP, None, None
+        async with contextlib.aclosing(events):
+            async for progress in events:
+                route = progress.route
                 reason = progress.finish_reason or reason
                 usage = progress.usage or usage
                 if progress.text:
                     self._begun.add(request_id)
-                    listener(TokenEvent(request_id, None, None, self._now(), text=progress.text))
-        return TokenEvent(request_id, None, reason, self._now(), usage=usage)
+                    listener(TokenEvent(request_id, None, None, self._now(), text=progress.text, route=route))
+        return TokenEvent(request_id, None, reason, self._now(), usage=usage, route=route)
 
     def _end(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]", listener: Listener) -> None:
         """Send the last event of a request whose task has ended."""

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from stillroom.cluster.routed_request import RoutedRequest
 from stillroom.core.request import FinishReason, SamplingParams
-from stillroom.engine.events import RemoteUsage
+from stillroom.engine.events import RemoteUsage, Route
 from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 
 DONE = "[DONE]"
@@ -45,8 +46,22 @@ class ChatPrompt:
         return [{"role": role, "content": text} for role, text in messages]
 
 
+NO_PIECES = RoutedRequest(0, ())
+
 RemotePrompt = ChatPrompt | str | tuple[int, ...]
 """Messages, a rendered prompt, or its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerChoice:
+    """Where a request should go, and what decides it again if it cannot go there."""
+
+    server: str = ""
+    """Address of the server that was chosen; empty: none yet."""
+    request: RoutedRequest = NO_PIECES
+    """Names of its prompt's pieces. Its number is set when it is sent."""
+    cache_salt: str = ""
+    """The server shares cached KV among requests of the same salt only; empty: none is sent."""
 
 
 def path_of(prompt: RemotePrompt) -> str:
@@ -132,6 +147,8 @@ class EventDelta:
     text: str = ""
     finish_reason: FinishReason | None = None
     usage: RemoteUsage | None = None
+    route: Route | None = None
+    """The server that sent it."""
 
 
 def read_event(data: str) -> EventDelta:

@@ -377,4 +377,4 @@ class Answer:
     hops: tuple[Hop, ...] = ()
     """The searches of a question that was asked with several hops, in order; empty otherwise."""
     route: Route | None = None
-    """The engine of a cluster that generated the answer; None from other engines."""
+    """The engine of a cluster or the remote server that generated the answer; None from the engine of this process."""

@@ -220,8 +220,7 @@ class PipelineLoader:
         if config.engine.kind == "openai":
             from stillroom.backends.openai import connect
 
-            cites = config.generation.ask_for_citations
-            return connect(config.engine, config.runtime.model, self._clock, asks_for_citations=cites)
+            return connect(config, self._clock, self._kb.identity)
         if config.engine.kind == "cluster":
             from stillroom.backends import cluster_backend
 

@@ -271,7 +271,7 @@ PROPOSED_TOKENS = MetricSpec(
     ("outcome",),
 )
 
-# Engines of a front, as it counts its own requests
+# Engines of a front, or servers of a remote engine, as this process counts its own requests
 
 _ENGINE = ("engine",)
 ENGINES_ALIVE = MetricSpec(
@@ -284,7 +284,7 @@ ENGINE_STREAMS = MetricSpec("stillroom_engine_streams_total", "counter", "Reques
 ENGINE_BROKEN = MetricSpec(
     "stillroom_engine_broken_streams_total",
     "counter",
-    "Requests that an engine took and did not complete; another engine goes on.",
+    "Requests that an engine took and did not complete; in a cluster another engine goes on.",
     _ENGINE,
 )
 ENGINE_REFUSED = MetricSpec(

@@ -67,7 +67,7 @@ class AnswerDetails(Reply):
     hops: list[Hop] = []
     """The searches of a question that was asked with several hops."""
     route: Route | None = None
-    """The engine of a cluster that generated the answer; null from other engines."""
+    """The engine of a cluster or the remote server that generated the answer; null from the server's own engine."""
 
 
 class StreamDetails(Reply):

@@ -1,0 +1,225 @@
+"""Several scripted servers behind one engine: where a request goes when a server fails. Time is an argument."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from stillroom.cluster.front_engines import engine_name
+from stillroom.config.settings import EngineConfig
+from stillroom.core.ids import RequestId
+from stillroom.core.request import FinishReason
+from stillroom.engine.events import Route, TokenEvent
+from stillroom.engine.openai_engine import OpenAIEngine
+from stillroom.engine.openai_protocol import ServerChoice
+from stillroom.engine.server_pool import ServerPool
+from stillroom.errors import EngineRefusedError, EngineUnavailableError
+from tests.engine.scripted import GOOD, STREAM_HEAD, Reply, ScriptedServer, delta, error, reply
+from tests.engine.test_openai_engine import CHAT, RemoteEngineFixture, read, text
+from tests.fakes import ManualClock
+
+BUSY = error(429, "busy", "retry-after: 7\r\n")
+LISTED = reply(200, {"data": [{"id": "m"}, {"id": "other"}]})
+
+
+@dataclass
+class Servers:
+    """An engine with scripted servers."""
+
+    engine: OpenAIEngine
+    scripted: list[ScriptedServer]
+    clock: ManualClock
+    slept: list[float] = field(default_factory=list)
+
+    def ask(self, first: int, cache_salt: str = "") -> list[TokenEvent]:
+        """Ask a question that was meant for the server of this number."""
+        fixture = RemoteEngineFixture(self.engine, self.scripted[0])
+        choice = ServerChoice(self.scripted[first].url, cache_salt=cache_salt)
+        return read(fixture.submit(CHAT, choice=choice))
+
+    @property
+    def num_asked(self) -> list[int]:
+        return [len(server.asked) for server in self.scripted]
+
+    def answered_by(self, first: int) -> int:
+        """Ask, and return the number of the server that answered."""
+        *_, last = self.ask(first)
+        assert last.finish_reason is FinishReason.STOP
+        assert last.route is not None
+        return [engine_name(server.url) for server in self.scripted].index(last.route.engine)
+
+
+@contextmanager
+def talking(*replies: Sequence[Reply], model: str = "m", **settings: object) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ScriptedServer(one)) for one in replies]
+        config = EngineConfig(kind="openai", base_url=",".join(one.url for one in servers), **settings)  # type: ignore[arg-type]
+        clock, slept = ManualClock(), list[float]()
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            clock.advance(seconds)
+
+        pool = ServerPool(config, clock, sleep=sleep, uniform=lambda: 0.5)
+        yield Servers(stack.enter_context(OpenAIEngine(pool, model, clock)), servers, clock, slept)
+
+
+@pytest.mark.parametrize("failure", [error(503, "loading"), error(500, "oh"), BUSY, b"", STREAM_HEAD + delta("")])
+def test_failed_request_goes_to_another_server_at_once(failure: bytes) -> None:
+    with talking([failure], [GOOD]) as servers:
+        answer = servers.ask(0)
+        assert text(answer) == "Twice a year."
+        route = Route(engine_name(servers.scripted[1].url), None, 0, num_migrations=1)
+        assert [event.route for event in answer] == [route] * 3
+        assert servers.slept == [] and servers.num_asked == [1, 1]
+        assert servers.scripted[0].asked[0].body == servers.scripted[1].asked[0].body
+
+
+def test_busy_server_is_avoided_until_it_wants_requests_again() -> None:
+    with talking([BUSY, GOOD], [GOOD, GOOD]) as servers:
+        assert servers.answered_by(0) == 1
+        servers.clock.advance(6.9)
+        assert servers.answered_by(0) == 1
+        servers.clock.advance(0.1)
+        assert servers.answered_by(0) == 0
+        first, second = servers.engine.servers.states()
+    assert (first.num_sent, first.num_refused, first.is_available) == (2, 1, True)
+    assert (second.num_sent, second.num_refused, second.num_outstanding) == (2, 0, 0)
+
+
+def test_without_an_available_server_a_request_waits_for_the_first() -> None:
+    with talking([BUSY], [error(429, "busy", "retry-after: 3\r\n"), GOOD]) as servers:
+        assert servers.answered_by(0) == 1
+        assert servers.slept == [3.0] and servers.num_asked == [1, 2]
+
+
+def test_attempts_on_all_servers_count(caplog: pytest.LogCaptureFixture) -> None:
+    with talking([error(502, "bad")] * 2, [error(502, "bad")] * 2, max_retries=2) as servers:
+        *_, last = servers.ask(0)
+        assert isinstance(last.error, EngineUnavailableError) and "HTTP 502" in str(last.error)
+        assert sum(servers.num_asked) == 3 and servers.slept == [0.5]
+    assert "trying another server" in caplog.text and "trying again in 0.5 s" in caplog.text
+
+
+def test_failure_after_the_first_token_is_an_error_and_the_server_is_avoided() -> None:
+    with talking([STREAM_HEAD + delta("Twice ")], [GOOD]) as servers:
+        *_, last = servers.ask(0)
+        assert isinstance(last.error, EngineUnavailableError) and "broke off after 6 characters" in str(last.error)
+        assert servers.num_asked == [1, 0]
+        assert servers.answered_by(0) == 1
+        assert [one.num_broken for one in servers.engine.servers.states()] == [1, 0]
+
+
+def test_killed_server_is_left_and_used_again_when_it_is_back() -> None:
+    with talking([GOOD], [GOOD, GOOD]) as servers:
+        assert servers.answered_by(0) == 0
+        servers.scripted[0].stop()
+        assert servers.answered_by(0) == 1
+        servers.clock.advance(0.5)
+        assert servers.answered_by(0) == 1, "it was tried again: 1 s more"
+        port = int(servers.scripted[0].url.split(":")[2].removesuffix("/v1"))
+        with socket.create_server(("127.0.0.1", port)) as back:
+            answering = threading.Thread(target=answer_once, args=(back,))
+            answering.start()
+            servers.clock.advance(1.0)
+            assert servers.answered_by(0) == 0
+            answering.join(20)
+        assert [one.num_refused for one in servers.engine.servers.states()] == [2, 0]
+
+
+def answer_once(listening: socket.socket) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(GOOD)
+
+
+def test_silent_server_is_avoided() -> None:
+    def silent(connection: socket.socket) -> None:
+        connection.recv(1)  # until the client closes
+
+    with talking([silent], [GOOD], read_timeout_s=0.05) as servers:
+        assert "silent for 0.05 s" in str(servers.ask(0)[-1].error)
+        assert servers.answered_by(0) == 1
+
+
+def test_refusal_is_an_error_without_another_attempt() -> None:
+    with talking([error(400, "bad top_p")], [GOOD]) as servers:
+        assert isinstance(servers.ask(0)[-1].error, EngineRefusedError)
+        assert servers.num_asked == [1, 0]
+
+
+def test_cancelled_request_is_not_counted_as_outstanding() -> None:
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(STREAM_HEAD + delta("and on"))
+        connection.recv(1)
+
+    with talking([endless], []) as servers:
+        fixture = RemoteEngineFixture(servers.engine, servers.scripted[0])
+        events = fixture.submit(CHAT, choice=ServerChoice(servers.scripted[0].url))
+        assert events.get(timeout=20).text == "and on"
+        assert [one.num_outstanding for one in servers.engine.servers.states()] == [1, 0]
+        servers.engine.cancel(RequestId("r"))
+        assert events.get(timeout=20).finish_reason is FinishReason.ABORTED
+        assert [one.num_outstanding for one in servers.engine.servers.states()] == [0, 0]
+
+
+def test_salt_is_sent() -> None:
+    with talking([GOOD], [GOOD]) as servers:
+        servers.ask(0, cache_salt="s3cret")
+        servers.ask(1)
+        salted, plain = (server.asked[0].body for server in servers.scripted)
+    assert salted == plain | {"cache_salt": "s3cret"}
+
+
+def test_all_servers_must_serve_the_model_of_the_first() -> None:
+    with talking([LISTED], [LISTED], model="") as servers:
+        assert servers.engine.find_model() == "m"
+    with talking([LISTED], [reply(200, {"data": [{"id": "n"}]})], model="") as servers:
+        message = f"{servers.scripted[1].url} does not serve the model 'm', only n; .*--engine-model"
+        with pytest.raises(EngineRefusedError, match=message):
+            servers.engine.find_model()
+
+
+def test_named_model_is_checked_on_all_servers() -> None:
+    with talking([LISTED], [LISTED], model="other") as servers:
+        assert servers.engine.find_model() == "other"
+    with (
+        talking([LISTED], [LISTED], model="absent") as servers,
+        pytest.raises(EngineRefusedError, match="does not serve the model 'absent', only m, other"),
+    ):
+        servers.engine.find_model()
+
+
+def test_server_that_is_down_at_the_start_is_checked_before_its_first_request(caplog: pytest.LogCaptureFixture) -> None:
+    with talking([error(503, "loading"), LISTED, GOOD], [LISTED, GOOD], model="") as servers:
+        assert servers.engine.find_model() == "m"
+        assert servers.slept == [] and "it gets requests when it answers" in caplog.text
+        assert servers.answered_by(0) == 0
+        assert [asked.path for asked in servers.scripted[0].asked][1:] == ["/v1/models", "/v1/chat/completions"]
+
+
+def test_server_that_comes_up_with_another_model_gets_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    another = reply(200, {"data": [{"id": "n"}]})
+    with talking([error(503, "loading"), another], [LISTED, GOOD], model="") as servers:
+        assert servers.engine.find_model() == "m"
+        assert servers.answered_by(0) == 1
+    assert "does not serve the model 'm', only n" in caplog.text
+
+
+def test_without_any_server_the_start_is_retried() -> None:
+    loading = error(503, "loading", "retry-after: 2\r\n")
+    with talking([loading, LISTED], [loading, loading], model="") as servers:
+        assert servers.engine.find_model() == "m"
+        assert servers.slept == [2.0]
+
+
+def test_log_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    key = "sk-do-not-show"
+    with caplog.at_level(logging.DEBUG), talking([error(503, key)], [GOOD], api_key=key) as servers:
+        servers.ask(0)
+    assert "***" in caplog.text and key not in caplog.text
