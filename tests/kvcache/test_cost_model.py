@@ -44,10 +44,9 @@ def node(tier: Tier, num_tokens: int) -> Node:
         cost_alone=1.0,
         cost_here=1.0,
     )
+    one.tiers = (tier,)
     if tier is Tier.DEVICE:
         one.block_ids = [BlockId(0)]
-    else:
-        one.is_lower[tier] = True
     return one
 
 

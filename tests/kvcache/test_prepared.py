@@ -233,7 +233,7 @@ def test_removing_a_chunk_drops_every_copy_that_has_seen_it_from_every_tier() ->
     fixture.prepare((5, 2))
     assert fixture.forget([2]) == 3
     assert fixture.copies() == [(1,), (3, 4), (5,)] and fixture.exact() is not None
-    assert set(fixture.memory.lower[Tier.HOST]) == {node.key for node in fixture.tree if node.is_lower[Tier.HOST]}
+    assert set(fixture.memory.lower[Tier.HOST]) == {node.key for node in fixture.tree if node.is_in(Tier.HOST)}
 
 
 def test_removing_a_chunk_leaves_the_copies_of_other_tenants(prepared: PreparedFixture) -> None:

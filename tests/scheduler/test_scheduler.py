@@ -53,7 +53,7 @@ def run(
     updates = []
     if batch is not None:
         sampled = {spec.request_id: token for s in batch.sequences for spec in s.samples}
-        updates = [replace(update, reuse=None, admission=None) for update in one.update(batch, StepResult(sampled))]
+        updates = [update._replace(reuse=None, admission=None) for update in one.update(batch, StepResult(sampled))]
     one.check_integrity()
     return shape(batch), updates
 

@@ -148,7 +148,7 @@ class TokenBackend(ABC):
             num_continued: tokens at the end of the prompt that the answer continues as text.
         """
         constraint = None if schema is None else self.constraints.compile(schema)
-        fitting = self.max_output_tokens([len(segment.token_ids) for segment in prompt.segments])
+        fitting = self.max_output_tokens(prompt.lengths)
         max_answer_tokens = max(1, min(fitting, self.max_model_len - prompt.num_tokens))
         last = prompt.segments[-1].token_ids[::-1][: min(num_continued, _NUM_CONTEXT)]
         continues = tuple(takewhile(lambda token_id: token_id not in self.tokenizer.special_ids, last))[::-1]

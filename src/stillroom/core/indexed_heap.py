@@ -62,6 +62,18 @@ class IndexedHeap(Generic[T]):
             self._settle(place, last)
         return self._sign * key
 
+    def discard(self, item: T) -> None:
+        """Remove an item if it is present."""
+        if item in self._places:
+            self.remove(item)
+
+    def put(self, item: T, key: float) -> None:
+        """Push an item, or change its key if it is present."""
+        if item in self._places:
+            self.update(item, key)
+        else:
+            self.push(item, key)
+
     def update(self, item: T, key: float) -> None:
         """Change an item's key; its arrival among equals stays. Raises KeyError if the item is absent."""
         place = self._places[item]

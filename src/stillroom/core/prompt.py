@@ -1,8 +1,14 @@
 """Prompts as segments. Each segment is tokenised on its own, so a chunk has the same tokens in every prompt."""
 
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.core.ids import ChunkId
 
@@ -38,13 +44,26 @@ class SegmentedPrompt:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens; the position of a token is its index."""
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+        return tuple(self._tokens())
+
+    @cached_property
+    def array(self) -> NDArray[np.uint32]:
+        """As `token_ids`: [num_tokens], little-endian, read-only. Made once for hashing and for computing."""
+        return np.frombuffer(struct.pack(f"<{self.num_tokens}I", *self._tokens()), "<u4")
 
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
         """Ids of its chunks, in order."""
         return tuple(segment.chunk_id for segment in self.segments if segment.chunk_id is not None)
 
-    @property
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return tuple(len(segment.token_ids) for segment in self.segments)
+
+    @cached_property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return sum(self.lengths)
+
+    def _tokens(self) -> Iterator[int]:
+        return chain.from_iterable(segment.token_ids for segment in self.segments)

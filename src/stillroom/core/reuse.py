@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import FULL_BITS, Tier
@@ -36,8 +37,7 @@ class Reason(StrEnum):
     OFF = "reuse is off"
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """The copy that a chunk was placed from, with its expected costs (Cache-Craft 3.1, 3.2)."""
 
     behind: tuple[ChunkId | None, ...]
@@ -58,8 +58,7 @@ class Variant:
     """Of each of its numbers where it was read (`NodeRecord.bits`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentReuse:
+class SegmentReuse(NamedTuple):
     """One segment of a prompt, or the reused or the computed part of a long last one."""
 
     kind: SegmentKind
@@ -104,13 +103,15 @@ class PromptReuse:
     def repaired(self, num_chosen: Sequence[int], is_focused: Sequence[bool | None]) -> "PromptReuse":
         """Return a copy with the recomputed tokens of each placed chunk, in order, and whether the question attends to
         it."""
+        if not any(num_chosen) and all(focused is None for focused in is_focused):
+            return self
         results = iter(zip(num_chosen, is_focused, strict=True))
         segments = []
         for segment in self.segments:
             if segment.variant is not None:
                 num_recomputed, focused = next(results)
-                variant = replace(segment.variant, is_focused=focused)
-                segment = replace(segment, num_recomputed=num_recomputed, variant=variant)
+                variant = segment.variant._replace(is_focused=focused)
+                segment = segment._replace(num_recomputed=num_recomputed, variant=variant)
             segments.append(segment)
         return replace(self, segments=tuple(segments))
 
@@ -121,7 +122,7 @@ class PromptReuse:
     def shared(self) -> "PromptReuse":
         """Return the report of another sample of the same prompt, which computes none of it."""
         shared = [
-            segment if segment.source is not None else replace(segment, source=Tier.DEVICE, reason=Reason.SHARED)
+            segment if segment.source is not None else segment._replace(source=Tier.DEVICE, reason=Reason.SHARED)
             for segment in self.segments
         ]
         return PromptReuse(tuple(shared), 0.0, 0.0)

@@ -380,5 +380,5 @@ class Engine:
                 continue
             event = self.cancel(request_id)
             if event is not None:
-                events.append(replace(event, error=error))
+                events.append(event._replace(error=error))
         return events

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stillroom.core.batch import TokenLogprobs
 from stillroom.core.ids import RequestId
@@ -45,8 +46,7 @@ class Route:
     """Whether an engine before it had generated a part of the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A token or a piece of text of a request, its end, or both."""
 
     request_id: RequestId

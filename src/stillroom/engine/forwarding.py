@@ -143,7 +143,7 @@ class Forwarding:
             sample.generated.append(token_id)
             end = event.end if index == last and event.end is not FinishReason.ABORTED else None
             found = self._event(sample, token_id, at, first=first if index == 0 else None, end=end)
-            yield replace(found, logprobs=event.logprobs[index]) if event.logprobs else found
+            yield found._replace(logprobs=event.logprobs[index]) if event.logprobs else found
 
     def _first(self, sample: _Sample, event: WireEvent) -> FirstToken | None:
         """Return the report of the answer's first token; None for those of engines that continue the answer."""

@@ -67,8 +67,6 @@ class Lease:
     """The chunks before each of its chunks in its document (`Request.before`)."""
     prepares: frozenset[ChunkId] = frozenset()
     """Chunks that it computes for later prompts (`Request.prepares`); empty: it is a question."""
-    placeable: PlaceableNodes = field(init=False)
-    """Which nodes that allows to place."""
     placements: tuple[Placement, ...] = ()
     """Pieces whose KV was taken from another position; KV behind the first of them is not exact."""
     recompute: SelectiveRecompute | None = None
@@ -81,9 +79,14 @@ class Lease:
     """Nodes read from disk while it waits."""
     shared_wait: SharedWait | None = None
     """What it asked the shared tier for while it waits."""
+    _placeable: PlaceableNodes | None = None
 
-    def __post_init__(self) -> None:
-        self.placeable = PlaceableNodes(self.pieces, self.may_see)
+    @property
+    def placeable(self) -> PlaceableNodes:
+        """Which nodes `may_see` allows to place."""
+        if self._placeable is None:
+            self._placeable = PlaceableNodes(self.pieces, self.may_see)
+        return self._placeable
 
     def seen(self) -> Iterator[tuple[int, set[ChunkId]]]:
         """Yield pieces by index with the chunks each has seen: its own, and those of its placed copy; unordered."""

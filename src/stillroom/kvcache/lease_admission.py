@@ -6,13 +6,14 @@ Planning changes nothing. `try_admit` moves blocks; `_record` then counts the us
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from stillroom.core.ids import BlockId
 from stillroom.core.kv import Tier
 from stillroom.core.reuse import Reason
 from stillroom.kvcache.apply_placements import describe, place, plan_for, record_recompute
 from stillroom.kvcache.blocks.block_pool import BlockPool
-from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for, runs_after
+from stillroom.kvcache.blocks.block_table import num_blocks_for, runs_after
 from stillroom.kvcache.chunk_reuse.attention_sampling import AttentionMassSampler
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions, Placement
 from stillroom.kvcache.lease import Lease
@@ -38,8 +39,7 @@ class Reuse:
     """Measure how the chunks of prompts attend to each other on every n-th token; 0: do not."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionPlan:
+class AdmissionPlan(NamedTuple):
     """Kept KV to reuse for one prompt."""
 
     matched: Sequence[Node]
@@ -144,14 +144,6 @@ def try_admit(reuse: Reuse, lease: Lease, segment_lengths: Sequence[int]) -> int
     return num_cached
 
 
-def try_allocate(pool: BlockPool, tree: KnowledgeTree | None, table: BlockTable, run_lengths: Sequence[int]) -> bool:
-    """Append blocks for runs of tokens, each on a fresh block; False, and nothing is taken, if too few can be had."""
-    blocks = try_take(pool, tree, num_blocks_for(run_lengths, pool.block_size))
-    if blocks:
-        table.append_segments(blocks, run_lengths)
-    return blocks is not None
-
-
 def try_take(pool: BlockPool, tree: KnowledgeTree | None, num_blocks: int) -> list[BlockId] | None:
     """Take free blocks, evicting kept KV if needed; None, and nothing is taken, if too few can be had."""
     if tree is not None and not tree.make_room(num_blocks):
@@ -171,13 +163,14 @@ def _fill(tree: KnowledgeTree, lease: Lease, segment_lengths: Sequence[int]) -> 
 
     Precondition: there is room.
     """
-    for node in lease.nodes:
-        assert node.block_ids is not None
-        tree.pool.acquire(node.block_ids)
-        lease.table.append_segment(node.block_ids, node.num_tokens)
-    num_cached = lease.table.num_slots
-    has_room = try_allocate(tree.pool, tree, lease.table, runs_after(num_cached, segment_lengths))
-    assert has_room, "room was made for all of it, and a load that fails gives its blocks back"
+    kept = [block_id for node in lease.nodes for block_id in node.block_ids or ()]
+    tree.pool.acquire(kept)
+    kept_lengths = [node.num_tokens for node in lease.nodes]
+    num_cached = sum(kept_lengths)
+    run_lengths = runs_after(num_cached, segment_lengths)
+    fresh = try_take(tree.pool, tree, num_blocks_for(run_lengths, tree.pool.block_size))
+    assert fresh is not None, "room was made for all of it, and a load that fails gives its blocks back"
+    lease.table.append_segments([*kept, *fresh], [*kept_lengths, *run_lengths])
     return num_cached
 
 

@@ -22,7 +22,7 @@ from stillroom.kvcache.blocks.block_pool import BlockPool
 from stillroom.kvcache.blocks.block_table import BlockTable, num_blocks_for
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.kvcache.lease import Lease
-from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_allocate, try_take
+from stillroom.kvcache.lease_admission import Reuse, plan_admission, prefetch, try_admit, try_take
 from stillroom.kvcache.prepared import keep_prepared, missing_bytes, num_pieces_to_keep
 from stillroom.kvcache.reuse_report import nothing_reused
 from stillroom.kvcache.tree.pieces import Piece
@@ -175,7 +175,11 @@ class KVCacheManager:
         if self.reuse is None:
             if lease.reuse is None:
                 lease.reuse = nothing_reused(lease.prompt)
-            return 0 if try_allocate(self.pool, None, lease.table, segment_lengths) else None
+            blocks = self.pool.try_allocate(num_blocks_for(segment_lengths, self.pool.block_size))
+            if blocks is None:
+                return None
+            lease.table.append_segments(blocks, segment_lengths)
+            return 0
         try:
             num_cached = try_admit(self.reuse, lease, segment_lengths)
         except Exception:  # a device without memory, for example
@@ -198,6 +202,8 @@ class KVCacheManager:
         tree = self.reuse.tree
         if lease.prepares and self.uses_prepared:
             keep_prepared(tree, lease, num_computed)
+            return
+        if lease.num_committed == len(lease.pieces):
             return
         end = min(lease.num_keepable, lease.placements[0].piece_index) if lease.placements else lease.num_keepable
         end = min(end, num_pieces_to_keep(lease) if lease.prepares else len(lease.pieces))
@@ -224,8 +230,8 @@ class KVCacheManager:
 
         Copy on write: where the last block is shared, the table continues in a copy of it.
         """
-        shared = None if table.is_full or self.pool.ref_count(table.block_ids[-1]) == 1 else table.block_ids[-1]
-        if not table.is_full and shared is None:
+        shared = None if table.is_full else table.block_ids[-1]
+        if shared is not None and self.pool.ref_count(shared) == 1:
             table.append_token()
             return _NOTHING_COPIED
         blocks = try_take(self.pool, self.reuse.tree if self.reuse else None, 1)

@@ -1,7 +1,7 @@
 """Reports where the KV of each part of an admitted prompt comes from, and why the rest is computed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stillroom.core.kv import FULL_BITS, Tier
 from stillroom.core.prompt import SegmentedPrompt
@@ -14,10 +14,10 @@ from stillroom.kvcache.tree.pieces import Piece
 
 Source = tuple[Tier | None, Reason]
 """Where a piece's KV comes from (None: computed), and why."""
+_HIT, _PLACED = Reason.HIT, (Reason.ANYWHERE, Reason.PREPARED)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A piece that took its KV from another context."""
 
     tier: Tier
@@ -28,8 +28,7 @@ class Placed:
     """Of its tokens that is recomputed."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionReuse:
+class AdmissionReuse(NamedTuple):
     """Kept KV of a prompt when it was admitted."""
 
     matched: Sequence[Node]
@@ -45,10 +44,14 @@ class AdmissionReuse:
         """Return the bits of each number in the copy of the prompt's `index`-th piece."""
         return self.placed[index].variant.bits if index in self.placed else FULL_BITS
 
+    def sources(self, lease: Lease, tree: KnowledgeTree) -> list[Source]:
+        """Return where the KV of each piece of the prompt comes from, and why."""
+        num_hits = lease.num_committed
+        hits: list[Source] = [(tier, _HIT) for tier in self.tiers[:num_hits]]
+        return hits + [self.source(index, lease, tree) for index in range(num_hits, len(lease.pieces))]
+
     def source(self, index: int, lease: Lease, tree: KnowledgeTree) -> Source:
-        """Return where the KV of the prompt's `index`-th piece comes from, and why."""
-        if index < lease.num_committed:
-            return self.tiers[index], Reason.HIT
+        """As `sources`, of a piece that is no hit."""
         if index in self.placed:
             return self.placed[index].tier, self.placed[index].reason
         if index < self.num_planned:
@@ -66,8 +69,7 @@ class AdmissionReuse:
         return None, Reason.ORDER_DIFFERS if variants else Reason.NEVER_SEEN
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionReport:
+class AdmissionReport(NamedTuple):
     """An admission as users and counters see it."""
 
     reuse: PromptReuse
@@ -87,12 +89,11 @@ def report_admission(tree: KnowledgeTree, lease: Lease, found: AdmissionReuse) -
         num_cached += int((1.0 - ratio) * num_placed)
     num_new = found.num_tokens - num_cached
     compute = tree.profile.prefill_seconds(num_cached, num_new)
-    sources = [found.source(index, lease, tree) for index in range(len(lease.pieces))]
-    loads = sum(
-        tree.profile.load_seconds(tier, tree.options.num_bytes(piece.num_tokens, found.bits(index)))
-        for index, (piece, (tier, _)) in enumerate(zip(lease.pieces, sources, strict=True))
-        if tier is not None and tier is not Tier.DEVICE
-    )
+    sources, loads = found.sources(lease, tree), 0.0
+    for index, (tier, _) in enumerate(sources):
+        if tier:  # neither computed nor on the device
+            num_bytes = tree.options.num_bytes(lease.pieces[index].num_tokens, found.bits(index))
+            loads += tree.profile.load_seconds(tier, num_bytes)
     saved = tree.profile.prefill_seconds(0, found.num_tokens) - compute - loads
     segments = segments_of(lease.prompt, lease.pieces, sources, found.placed)
     return AdmissionReport(PromptReuse(segments, loads, saved, ratio), sources, compute / num_new)
@@ -116,7 +117,7 @@ def count_sources(
             continue
         stats.misses += 1
         stats.missed_tokens += piece.num_tokens
-        stats.cheaper += reason is Reason.CHEAPER
+        stats.cheaper += reason == Reason.CHEAPER
 
 
 def segments_of(
@@ -134,7 +135,7 @@ def segments_of(
     report = []
     for (index, (tier, reason)), num_tokens in lengths.items():
         segment = prompt.segments[index]
-        variant = variants.get(index) if reason in (Reason.ANYWHERE, Reason.PREPARED) else None
+        variant = variants.get(index) if reason in _PLACED else None
         report.append(SegmentReuse(segment.kind, segment.chunk_id, num_tokens, tier, reason, variant=variant))
     return tuple(report)
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from stillroom.backends.tool_chat import CallFormat
 from stillroom.core.batch import TokenLogprobs
@@ -277,4 +277,4 @@ def _reuse_report(usage: RemoteUsage, reuse: PromptReuse | None) -> ReuseReport:
 
 def _variant_report(variant: Variant) -> VariantReport:
     behind = tuple(None if chunk_id is None else format_chunk_id(chunk_id) for chunk_id in variant.behind)
-    return VariantReport(**asdict(variant) | {"behind": behind})
+    return VariantReport(**variant._asdict() | {"behind": behind})

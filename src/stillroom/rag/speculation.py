@@ -11,7 +11,7 @@ without stages (`break_even`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
@@ -72,7 +72,7 @@ class _HeldEvents:
         caller sees them only now."""
         with self._lock:
             for event in self._events:
-                listener(replace(event, at=max(event.at, now)))
+                listener(event._replace(at=max(event.at, now)))
             self._events.clear()
             self._listener = listener
 

@@ -64,7 +64,7 @@ def check_fits(prompt: SegmentedPrompt, max_tokens: int, num_samples: int, limit
             f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together more than the model's "
             f"{limits.max_model_len}; retrieve fewer chunks (top_k) or lower max_tokens"
         )
-    lengths = [len(segment.token_ids) for segment in prompt.segments]
+    lengths = list(prompt.lengths)
     lengths[-1] += max_tokens
     if num_blocks_for(lengths, limits.block_size) > limits.num_blocks:
         raise PromptTooLongError(

@@ -85,6 +85,8 @@ def sampled_tokens(entry: ScheduledSequence, result: StepResult) -> list[Sampled
     """
     request_id = entry.request_id
     tokens = [SampledToken(result.token_ids[request_id], result.logprobs.get(request_id))]
+    if not entry.num_proposed:
+        return tokens
     rest = zip(entry.proposed.tolist(), entry.samples[1:], result.following.get(request_id, ()), strict=False)
     for proposed, spec, following in rest:
         if proposed != tokens[-1].token_id or (spec.constraint is not None and spec.constraint.error is not None):

@@ -26,10 +26,11 @@ from stillroom.scheduler.proposer import Proposer, sampled_tokens
 from stillroom.scheduler.queue import WaitingQueue
 from stillroom.scheduler.sequence import Sequence, Status
 from stillroom.scheduler.sequence_update import SequenceUpdate, append_sampled_token
-from stillroom.scheduler.step_builder import schedule_tokens
+from stillroom.scheduler.step_builder import schedule_next_token, schedule_tokens
 
 logger = logging.getLogger(__name__)
 
+_RUNNING = Status.RUNNING  # looking it up in its class for every sequence takes as long as calling a function
 _POLL_SECONDS = 0.002
 """Time between two looks whether KV that the next request waits for has come from the shared tier."""
 
@@ -262,7 +263,7 @@ class Scheduler:
             self.kv.take_masses(sequence.lease, entry.all_positions, result.masses[entry.request_id])
         try:
             if sequence.lease.recompute is None:
-                sequence.num_computed += entry.num_scheduled_tokens - entry.num_proposed
+                sequence.num_computed += len(entry.token_ids) - entry.num_proposed
                 if entry.num_proposed:
                     sequence.num_computed += len(sampled_tokens(entry, result)) - 1
             elif not self._advance_repair(sequence, entry, result):
@@ -296,7 +297,7 @@ class Scheduler:
     @property
     def _num_reserved_seqs(self) -> int:
         """Running sequences, and the followers that will fork from them."""
-        return sum(1 + len(sequence.followers) for sequence in self._running.values())
+        return len(self._running) + sum([len(sequence.followers) for sequence in self._running.values()])
 
     def _new_sequence(self, request: Request, now: float) -> Sequence:
         self._num_arrivals += 1
@@ -383,8 +384,8 @@ class Scheduler:
         """Schedule one token of every decoding sequence, oldest first, so that a preempted sequence has no entry."""
         entries = []
         for sequence in list(self._running.values()):
-            if sequence.status is Status.RUNNING and sequence.is_decoding and self._ensure_slot(sequence, copies):
-                entries.append(schedule_tokens(sequence, 1))
+            if sequence.status is _RUNNING and sequence.is_decoding and self._ensure_slot(sequence, copies):
+                entries.append(schedule_next_token(sequence))
         return entries
 
     def _advance_repair(self, sequence: Sequence, entry: ScheduledSequence, result: StepResult) -> bool:
@@ -406,8 +407,9 @@ class Scheduler:
 
     def _ensure_slot(self, sequence: Sequence, copies: list[BlockCopy]) -> bool:
         """Get a slot for the next token, preempting younger sequences if need be; False if it was itself preempted."""
-        while sequence.table.num_slots < sequence.num_tokens:
-            appended = self.kv.try_append_token(sequence.table)
+        table = sequence.lease.table
+        while table.num_slots < sequence.num_tokens:
+            appended = self.kv.try_append_token(table)
             if appended is not None:
                 copies += [] if appended.copy is None else [appended.copy]
                 break

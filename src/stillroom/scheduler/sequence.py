@@ -79,7 +79,7 @@ class Sequence:
         self._token_ids: NDArray[np.int64] = np.empty(
             self.num_prompt_tokens + request.sampling.max_tokens, dtype=np.int64
         )
-        self._token_ids[: self.num_prompt_tokens] = request.prompt.token_ids
+        self._token_ids[: self.num_prompt_tokens] = request.prompt.array
         self._token_ids[self.num_prompt_tokens : self.num_tokens] = request.generated
         if self.constraint is not None:
             for token_id in request.generated:
@@ -131,7 +131,7 @@ class Sequence:
     @property
     def segment_lengths(self) -> list[int]:
         """Lengths of the prompt's segments; what was generated continues the last one."""
-        lengths = [len(segment.token_ids) for segment in self.request.prompt.segments]
+        lengths = list(self.request.prompt.lengths)
         lengths[-1] += self.num_generated
         return lengths
 

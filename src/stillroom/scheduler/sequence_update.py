@@ -1,6 +1,6 @@
 """The result of a step for one request: its sampled token, and whether the request ends with it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stillroom.core.batch import SampledToken, TokenLogprobs
 from stillroom.core.ids import RequestId
@@ -10,8 +10,7 @@ from stillroom.errors import NonFiniteError, UsageError
 from stillroom.scheduler.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """Result of a step for one request."""
 
     request_id: RequestId

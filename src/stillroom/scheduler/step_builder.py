@@ -8,6 +8,8 @@ from stillroom.core.request import TokenConstraint, uniform_at
 from stillroom.kvcache.chunk_reuse.recompute import SelectiveRecompute
 from stillroom.scheduler.sequence import Sequence
 
+_NONE_FORBIDDEN: frozenset[int] = frozenset()
+
 
 def schedule_tokens(sequence: Sequence, budget: int) -> ScheduledSequence:
     """Return the next tokens of a sequence, at most `budget` of them.
@@ -22,6 +24,18 @@ def schedule_tokens(sequence: Sequence, budget: int) -> ScheduledSequence:
     token_ids, slots = sequence.tokens(start, end), sequence.table.slots[:end]
     mass_request = _mass_request(sequence, np.arange(start, end)) if sequence.lease.mass_sampler is not None else None
     return ScheduledSequence(sequence.request_id, token_ids, start, slots, samples, mass_request=mass_request)
+
+
+def schedule_next_token(sequence: Sequence) -> ScheduledSequence:
+    """Return the last token of a decoding sequence, behind which the next one is sampled.
+
+    Precondition: it has a slot for it, and no selective recompute.
+    """
+    end = sequence.num_tokens
+    token_ids = sequence.tokens(0, end)
+    samples = (_sample_spec(sequence, token_ids, sequence.constraint),)
+    slots = sequence.lease.table.slots
+    return ScheduledSequence(sequence.request.request_id, token_ids[end - 1 :], end - 1, slots, samples)
 
 
 def schedule_proposal(sequence: Sequence, proposed: NDArray[np.int64]) -> ScheduledSequence:
@@ -70,29 +84,22 @@ def _schedule_recompute(sequence: Sequence, recompute: SelectiveRecompute, budge
         )
     if recompute.needs_query_pass:
         positions = recompute.query_pass_positions(sequence.num_tokens, budget)
-        return _entry_at(
-            sequence, positions, slots[np.concatenate([recompute.context, positions])], (), is_query_pass=True
-        )
+        context = slots[np.concatenate([recompute.context, positions])]
+        token_ids, first = sequence.tokens_at(positions), int(positions[0])
+        return ScheduledSequence(sequence.request_id, token_ids, first, context, (), positions, is_query_pass=True)
     if sequence.to_compute is None:
         sequence.to_compute = recompute.to_compute(sequence.num_tokens)
     positions = sequence.to_compute[:budget]
     samples = _samples(sequence) if len(positions) == len(sequence.to_compute) else ()
-    end = int(positions[-1]) + 1
-    return _entry_at(sequence, positions, slots[:end], samples, mass_request=_mass_request(sequence, positions))
-
-
-def _entry_at(
-    sequence: Sequence,
-    positions: NDArray[np.int64],
-    context: NDArray[np.int64],
-    samples: tuple[SampleSpec, ...],
-    *,
-    is_query_pass: bool = False,
-    mass_request: MassRequest | None = None,
-) -> ScheduledSequence:
-    token_ids, first = sequence.tokens_at(positions), int(positions[0])
+    first, end = int(positions[0]), int(positions[-1]) + 1
     return ScheduledSequence(
-        sequence.request_id, token_ids, first, context, samples, positions, is_query_pass, mass_request=mass_request
+        sequence.request_id,
+        sequence.tokens_at(positions),
+        first,
+        slots[:end],
+        samples,
+        positions if end - first > len(positions) else None,
+        mass_request=_mass_request(sequence, positions),
     )
 
 
@@ -114,11 +121,11 @@ def _sample_spec(sequence: Sequence, token_ids: NDArray[np.int64], constraint: T
     request, params = sequence.request, sequence.request.sampling
     num_generated = len(token_ids) - sequence.num_prompt_tokens
     return SampleSpec(
-        request_id=request.request_id,
-        params=params,
-        uniform=0.0 if params.is_greedy else uniform_at(params.seed, num_generated),
-        token_ids=token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        forbidden=request.stop_token_ids if num_generated < params.min_tokens else frozenset(),
-        constraint=constraint,
+        request.request_id,
+        params,
+        0.0 if params.is_greedy else uniform_at(params.seed, num_generated),
+        token_ids,
+        sequence.num_prompt_tokens,
+        request.stop_token_ids if num_generated < params.min_tokens else _NONE_FORBIDDEN,
+        constraint,
     )

@@ -68,15 +68,17 @@ class BlockPool:
 
     def release(self, block_ids: Iterable[BlockId]) -> None:
         """Remove a reference; a block without references is free at once."""
-        counts = self._ref_counts
+        counts, states, freed = self._ref_counts, self._states, 0
         for block_id in block_ids:
-            assert counts[block_id] > 0, f"release of free block {block_id}"
-            counts[block_id] -= 1
-            if counts[block_id] == 0:
-                self._states[block_id] = _FREE
-                self._num_free += 1
+            count = counts[block_id]
+            assert count > 0, f"release of free block {block_id}"
+            counts[block_id] = count - 1
+            if count == 1:
+                states[block_id] = _FREE
+                freed += 1
                 if block_id < self._lowest:
                     self._lowest = block_id
+        self._num_free += freed
 
     def check_integrity(self) -> None:
         """Check that free blocks are those with reference count 0, and that they add up."""

@@ -51,7 +51,8 @@ class BlockTable:
     def blocks_of(self, start: int, num_tokens: int) -> list[BlockId]:
         """Return the blocks of these tokens, which begin at a block boundary."""
         firsts = self._slots[start : start + num_tokens : self.block_size]
-        return [BlockId(slot) for slot in (firsts // self.block_size).tolist()]
+        blocks: list[BlockId] = (firsts // self.block_size).tolist()
+        return blocks
 
     def append_segment(self, block_ids: Sequence[BlockId], num_tokens: int) -> None:
         """Append slots for `num_tokens` tokens from the beginning of the first of these blocks."""

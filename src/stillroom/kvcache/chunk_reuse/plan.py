@@ -7,6 +7,7 @@ one memory budget and one eviction order. Corrected KV is used by one request an
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stillroom.config.settings import TokenSelector
 from stillroom.core.kv import Tier
@@ -78,8 +79,7 @@ class AnywhereOptions:
         return f"{'recompute ratio' if self.alpha is None else 'alpha'} {self.level:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Reusability:
+class Reusability(NamedTuple):
     """How well a copy fits behind other chunks than those it was computed behind (Cache-Craft 3.1, 3.2)."""
 
     overlap: float
@@ -97,8 +97,7 @@ AS_PREPARED = Reusability(1.0, None)
 """Of a copy in its document's context: it is used as it is, whatever stands before it in the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """A piece of a prompt that takes its KV from a node of another context."""
 
     piece_index: int

@@ -143,6 +143,9 @@ class SelectiveRecompute:
     def _choose_if_known(self) -> None:
         if self.needs_deviation_pass or self.needs_query_pass:
             return
+        if not any(self._budgets):
+            self._chosen = np.zeros(0, np.int64)
+            return
         lengths = self._lengths
         deviation_N = None
         if self._deviations:

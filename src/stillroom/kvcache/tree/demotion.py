@@ -71,7 +71,7 @@ class Demoter:
 
     def copy_to_host(self, node: Node) -> bool:
         """Copy a node from the device to the host, if it is not there; False if there is no room."""
-        if node.is_lower[Tier.HOST]:
+        if node.is_in(Tier.HOST):
             return True
         assert node.block_ids is not None
         if not self._make_host_room(node):
@@ -84,11 +84,11 @@ class Demoter:
 
     def _leave_device(self, node: Node) -> None:
         """Keep a copy on the host, else on disk; else drop the node and its subtree."""
-        if not (self.copy_to_host(node) or node.is_lower[Tier.DISK] or self.copy_to_disk(node)):
+        if not (self.copy_to_host(node) or node.is_in(Tier.DISK) or self.copy_to_disk(node)):
             self.drop(node)
             return
         self._tiers.remove_device_copy(node)
-        if not node.is_lower[Tier.HOST]:
+        if not node.is_in(Tier.HOST):
             self._settle_below(node)
 
     def _settle_below(self, node: Node) -> None:
@@ -104,7 +104,7 @@ class Demoter:
                 continue
             if node.tier is Tier.DISK:
                 for child in node.children.values():
-                    if child.is_lower[Tier.HOST]:
+                    if child.is_in(Tier.HOST):
                         self._drop_copy(child, Tier.HOST)
             left += reversed(node.children.values())
 
@@ -121,7 +121,7 @@ class Demoter:
         return True
 
     def _leave_host(self, node: Node) -> None:
-        if not (node.is_lower[Tier.DISK] or self.copy_to_disk(node)) and node.block_ids is None:
+        if not (node.is_in(Tier.DISK) or self.copy_to_disk(node)) and node.block_ids is None:
             self.drop(node)
             return
         self._drop_copy(node, Tier.HOST)
@@ -159,7 +159,7 @@ class Demoter:
 
     def _missing_on_disk(self, node: Node) -> list[Node]:
         """The node and its ancestors up to the first that is on disk, from the bottom."""
-        return list(takewhile(lambda above: not above.is_lower[Tier.DISK], chain((node,), node.ancestors())))
+        return list(takewhile(lambda above: not above.is_in(Tier.DISK), chain((node,), node.ancestors())))
 
     def _copy_one_to_disk(self, node: Node) -> bool:
         source = Tier.DEVICE if node.block_ids is not None else Tier.HOST
@@ -212,9 +212,9 @@ class Demoter:
             if dropped.block_ids is not None:
                 self._tiers.remove_device_copy(dropped)
             for tier in (Tier.HOST, Tier.DISK):
-                if dropped.is_lower[tier]:
+                if dropped.is_in(tier):
                     self._drop_copy(dropped, tier)
-            if dropped.is_lower[Tier.NETWORK]:
+            if dropped.is_in(Tier.NETWORK):
                 self._tiers.remove_copy(dropped, Tier.NETWORK)
             self._nodes.remove(dropped, has_failed=has_failed and dropped is node, was_kept=was_kept)
             self._stats.lost += was_kept

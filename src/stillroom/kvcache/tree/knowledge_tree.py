@@ -22,7 +22,7 @@ from stillroom.kvcache.tree.pieces import Piece
 from stillroom.kvcache.tree.provenance import Context
 from stillroom.kvcache.tree.restore import restore_nodes
 from stillroom.kvcache.tree.shared_nodes import SharedNodes
-from stillroom.kvcache.tree.tier_state import TIERS, TierState
+from stillroom.kvcache.tree.tier_state import TierState
 from stillroom.kvcache.tree.tree_options import TreeOptions
 
 _LEAST_OVERHEAD = 0.01
@@ -170,7 +170,7 @@ class KnowledgeTree:
         """
         if not node.is_used:
             self._tiers.count_first_use(node)
-            if node.is_lower[Tier.DISK]:
+            if node.is_in(Tier.DISK):
                 self.mover.mark_used(node.key)
         elif self.shared is not None:
             self.shared.count_reuse(node)
@@ -183,9 +183,8 @@ class KnowledgeTree:
             node.add_cost(cost_per_token)
         else:
             node.reusability += 1.0 / max(overhead, _LEAST_OVERHEAD)
-        for tier in TIERS:
-            if node.is_in(tier):
-                self._tiers.rank(node, tier)
+        for tier in node.tiers:
+            self._tiers.rank(node, tier)
 
     @property
     def _half_lives(self) -> float:
@@ -456,7 +455,7 @@ class KnowledgeTree:
         Nodes that shall go to the shared tier are queued for it.
         """
         before = self.stats.stores
-        waiting = [node for node in self._nodes if not node.is_lower[Tier.DISK] and node.tier is not Tier.NETWORK]
+        waiting = [node for node in self._nodes if not node.is_in(Tier.DISK) and node.tier is not Tier.NETWORK]
         for node in sorted(waiting, key=lambda node: -self._tiers.priority(node, Tier.DISK)):
             if self._demoter.fits_on_disk(node):
                 self._demoter.copy_to_disk(node)

@@ -7,6 +7,8 @@ from stillroom.core.ids import BlockId, ChunkId
 from stillroom.core.kv import FULL_BITS, NO_TENANT, NodeCopy, NodeKey, NodeRecord, OwnerTag, Tier
 from stillroom.kvcache.tree.chunk_scores import ContextMass
 
+_NUM_TIERS = len(Tier)
+
 
 class WindowedCount:
     """Approximate number of uses within the last `window_seconds`.
@@ -60,7 +62,6 @@ class Node:
         "first_position",
         "frequency",
         "heat",
-        "is_lower",
         "is_shared",
         "key",
         "mass",
@@ -74,6 +75,7 @@ class Node:
         "recency",
         "reusability",
         "detached_seen",
+        "tiers",
     )
 
     def __init__(  # noqa: PLR0913  plain values, given once
@@ -113,15 +115,16 @@ class Node:
         """Of each number in its copies on host and disk (`NodeRecord.bits`)."""
         self.block_ids: list[BlockId] | None = None
         """Its blocks on the device, to which the tree holds one reference; None if it is not there."""
-        self.is_lower = {Tier.HOST: False, Tier.DISK: False, Tier.NETWORK: False}
-        """Whether there is a copy on host and disk, and one in the shared tier that waiting sequences look for."""
+        self.tiers: tuple[Tier, ...] = ()
+        """Where it has a copy, the fastest first. In the shared tier: one that waiting sequences look for."""
         self.is_shared = False
         """Whether its KV came from the shared tier, or was queued for it."""
         self.disk_bytes = 0
         """Size of the copy on disk, while there is one."""
         self.num_users = 0
         """Running sequences whose prompt begins with this path. No copy of a node in use is evicted."""
-        self.num_children_in = dict.fromkeys(Tier, 0)
+        self.num_children_in = [0] * _NUM_TIERS
+        """By tier: children with a copy there."""
         self.depth: int = (0 if parent is None else parent.depth) + (chunk_id is not None)
         """Chunks on its path, itself included; pieces without a chunk do not count."""
         self.heat = -math.inf
@@ -137,12 +140,12 @@ class Node:
         self.cost_alone = cost_alone
         self.cost_here = cost_here
         self.recency = 0
-        self.priority = dict.fromkeys(Tier, 0.0)
+        self.priority = [0.0] * _NUM_TIERS
         """By tier, at its last use."""
 
     def is_in(self, tier: Tier) -> bool:
         """Whether a copy is in this tier."""
-        return self.block_ids is not None if tier is Tier.DEVICE else self.is_lower[tier]
+        return tier in self.tiers
 
     def copy_in(self, tier: Tier) -> NodeCopy:
         """Describe its copy in a tier."""
@@ -152,15 +155,14 @@ class Node:
     @property
     def tier(self) -> Tier | None:
         """The fastest tier with a copy; None without copies."""
-        if self.block_ids is not None:
-            return Tier.DEVICE
-        return next((tier for tier, is_there in self.is_lower.items() if is_there), None)
+        return self.tiers[0] if self.tiers else None
 
     @property
     def seen(self) -> set[ChunkId]:
         """The chunks whose text its KV has seen, its own included."""
-        path = {node.chunk_id for node in (self, *self.ancestors()) if node.chunk_id is not None}
-        return path | self.detached_seen
+        if self.detached_seen:
+            return set(self.detached_seen)
+        return {node.chunk_id for node in (self, *self.ancestors()) if node.chunk_id is not None}
 
     def ancestors(self) -> "Iterator[Node]":
         """Yield the nodes above it on its path, nearest first."""

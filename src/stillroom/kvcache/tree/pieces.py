@@ -10,9 +10,7 @@ Two pieces have equal keys exactly if model, tenant, all earlier tokens, their c
 """
 
 import hashlib
-from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import NO_TENANT, NodeKey, OwnerTag, owner_of
@@ -21,8 +19,7 @@ from stillroom.core.prompt import SegmentedPrompt, SegmentKind
 _ROOT = b"stillroom-kv-1"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Tokens [start, start + num_tokens) of a prompt."""
 
     key: NodeKey
@@ -45,10 +42,10 @@ class Piece:
 def piece_ends(prompt: SegmentedPrompt, tail_tokens: int) -> list[int]:
     """Return the positions where the pieces of a prompt end."""
     ends, start = [], 0
-    for segment in prompt.segments[:-1]:
-        start += len(segment.token_ids)
+    for length in prompt.lengths[:-1]:
+        start += length
         ends.append(start)
-    num_pieces = (len(prompt.segments[-1].token_ids) - 1) // tail_tokens
+    num_pieces = (prompt.lengths[-1] - 1) // tail_tokens
     return ends + [start + tail_tokens * number for number in range(1, num_pieces + 1)]
 
 
@@ -71,17 +68,16 @@ class PrefixKeys:
     def pieces(self, prompt: SegmentedPrompt, salt: str = "") -> tuple[Piece, ...]:
         """Return the pieces of a prompt in order of position; the end of the last segment is in none."""
         found: list[Piece] = []
-        root, owner, start = self.root(salt), owner_of(salt), 0
-        parent = root
-        for index, segment in enumerate(prompt.segments):
-            tokens = np.asarray(segment.token_ids, dtype="<u4")
-            size = len(tokens)
-            if index == len(prompt.segments) - 1:
-                tokens, size = tokens[: (size - 1) // self.tail_tokens * self.tail_tokens], self.tail_tokens
-            for first in range(0, len(tokens), size):
-                own = tokens[first : first + size]
-                content = hashlib.sha256(root + own.tobytes()).digest()
+        parent = root = self.root(salt)
+        owner, start = owner_of(salt), 0
+        last, tokens = len(prompt.segments) - 1, prompt.array
+        for index, (segment, size) in enumerate(zip(prompt.segments, prompt.lengths, strict=True)):
+            num_pieces = 1 if index < last else (size - 1) // self.tail_tokens
+            num_tokens = size if index < last else self.tail_tokens
+            for _ in range(num_pieces):
+                content = hashlib.sha256(root + tokens[start : start + num_tokens].tobytes()).digest()
                 key = NodeKey(hashlib.sha256(parent + content).digest())
-                found.append(Piece(key, parent, content, start, len(own), index, segment.kind, segment.chunk_id, owner))
-                parent, start = key, start + len(own)
+                chunk_id = segment.chunk_id
+                found.append(Piece(key, parent, content, start, num_tokens, index, segment.kind, chunk_id, owner))
+                parent, start = key, start + num_tokens
         return tuple(found)

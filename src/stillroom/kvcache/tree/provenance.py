@@ -128,8 +128,10 @@ class PlaceableNodes:
 
     def may_see(self, seen: set[ChunkId]) -> bool:
         """Whether the request may use KV that has seen these chunks and no message but its own."""
+        if self._may_see is None:
+            return True
         others = seen - self._own
-        return self._may_see is None or not others or self._may_see(others)
+        return not others or self._may_see(others)
 
     def may_place(self, node: Node) -> bool:
         """Whether the request may place a node; decided once for each node."""

@@ -67,7 +67,7 @@ class SharedNodes:
                 continue
             del self._num_waiting[key]
             node = self._nodes.get(key)
-            if node is None or not node.is_lower[Tier.NETWORK]:
+            if node is None or not node.is_in(Tier.NETWORK):
                 continue
             if node.tier is Tier.NETWORK:
                 self._demoter.drop(node)
@@ -88,7 +88,7 @@ class SharedNodes:
         moment. Nodes without parent stay here: no other process would ask for their keys."""
         if node.is_shared or node.detached_seen or node.bits != FULL_BITS:
             return
-        if node.is_lower[Tier.DISK]:
+        if node.is_in(Tier.DISK):
             self._share(node)
         else:
             self._nodes.unshared[node.key] = None

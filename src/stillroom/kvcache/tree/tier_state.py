@@ -17,7 +17,7 @@ from stillroom.kvcache.tree.eviction import NodeUse
 from stillroom.kvcache.tree.node import Node
 from stillroom.kvcache.tree.tree_options import TreeOptions
 
-TIERS = tuple(Tier)
+_DEVICE, _DISK = Tier.DEVICE, Tier.DISK  # looking a member up in its class takes as long as calling a function
 
 
 class TierState:
@@ -44,7 +44,8 @@ class TierState:
         self._bytes_in_document: Counter[Tier] = Counter()
         self._queues: dict[Tier, IndexedHeap[Node]] = {tier: IndexedHeap() for tier in Tier}
         self._clocks = dict.fromkeys(Tier, 0.0)
-        self._protected: Counter[NodeKey] = Counter()
+        self._protected: dict[NodeKey, int] = {}
+        """How often each protected key was protected."""
         self._shielded: Node | None = None
         self.num_idle_blocks = 0
         """Device blocks of nodes without users: they can be had by eviction."""
@@ -95,9 +96,8 @@ class TierState:
 
     def count_first_use(self, node: Node) -> None:
         """Count a node's copies as used from now on. Precondition: it was not used."""
-        for tier in TIERS:
-            if node.is_in(tier):
-                self._unused[tier] -= self.size(node, tier)
+        for tier in node.tiers:
+            self._unused[tier] -= self.size(node, tier)
 
     def may_hold(self, node: Node, tier: Tier) -> bool:
         """Whether a node may take room on host or disk, by evictions if need be.
@@ -123,10 +123,10 @@ class TierState:
 
     def size(self, node: Node, tier: Tier) -> int:
         """Bytes of a node's copy in a tier, present or not."""
-        num_bytes = self._options.num_bytes(node.num_tokens, FULL_BITS if tier is Tier.DEVICE else node.bits)
-        if tier is not Tier.DISK:
+        num_bytes = self._options.num_bytes(node.num_tokens, FULL_BITS if tier is _DEVICE else node.bits)
+        if tier is not _DISK:
             return num_bytes
-        if node.is_lower[Tier.DISK]:  # as it was written, whatever was measured since
+        if node.is_in(_DISK):  # as it was written, whatever was measured since
             return node.disk_bytes
         return self._options.size_on_disk(num_bytes, len(node.seen), 0 if node.mass is None else node.mass.num_bytes)
 
@@ -138,7 +138,8 @@ class TierState:
             node.num_users += 1
             if node.num_users == 1:
                 self.num_idle_blocks -= len(node.block_ids or ())
-                self._update_queues(node)
+                for tier in node.tiers:
+                    self._queues[tier].discard(node)
 
     def release(self, nodes: Iterable[Node]) -> None:
         """Remove one user from each node."""
@@ -147,7 +148,8 @@ class TierState:
             node.num_users -= 1
             if node.num_users == 0:
                 self.num_idle_blocks += len(node.block_ids or ())
-                self._update_queues(node)
+                for tier in node.tiers:
+                    self._update_queue(node, tier)
 
     # Copies
 
@@ -155,8 +157,7 @@ class TierState:
         """Record the blocks of a node. The tree takes over the caller's reference to them."""
         node.block_ids = block_ids
         self.num_idle_blocks += 0 if node.num_users else len(block_ids)
-        self._count_copy(node, Tier.DEVICE, 1)
-        self.rank(node, Tier.DEVICE)
+        self._record_copy(node, _DEVICE)
 
     def remove_device_copy(self, node: Node) -> None:
         """Release the blocks of a node."""
@@ -164,22 +165,24 @@ class TierState:
         block_ids, node.block_ids = node.block_ids, None
         self.num_idle_blocks -= 0 if node.num_users else len(block_ids)
         self._pool.release(block_ids)
-        self._count_copy(node, Tier.DEVICE, -1)
-        self._update_queues(node, (Tier.DEVICE,))
+        self.remove_copy(node, _DEVICE)
 
     def add_copy(self, node: Node, tier: Tier) -> None:
-        """Record a copy on host or disk."""
-        if tier is Tier.DISK:
+        """Record a copy on host or disk, or in the shared tier."""
+        if tier is _DISK:
             node.disk_bytes = self.size(node, tier)
-        node.is_lower[tier] = True
+        self._record_copy(node, tier)
+
+    def _record_copy(self, node: Node, tier: Tier) -> None:
+        node.tiers = tuple(sorted((*node.tiers, tier)))
         self._count_copy(node, tier, 1)
         self.rank(node, tier)
 
     def remove_copy(self, node: Node, tier: Tier) -> None:
-        """Record that a copy on host or disk is gone."""
+        """Record that a copy is gone."""
         self._count_copy(node, tier, -1)
-        node.is_lower[tier] = False
-        self._update_queues(node, (tier,))
+        node.tiers = tuple(one for one in node.tiers if one is not tier)
+        self._update_queue(node, tier)
 
     def watch_changes(self) -> set[bytes]:
         """Return a new set, which gets keys and contents of the nodes that gain or lose a copy from now on. The caller
@@ -191,16 +194,17 @@ class TierState:
     def _count_copy(self, node: Node, tier: Tier, by: int) -> None:
         for changed in self._watchers:
             changed |= {node.key, node.content}
+        num_bytes = by * self.size(node, tier)
         self._num_copies[tier] += by
-        self._used[tier] += by * self.size(node, tier)
+        self._used[tier] += num_bytes
         if not node.is_used:
-            self._unused[tier] += by * self.size(node, tier)
+            self._unused[tier] += num_bytes
         if node.document_path:
             self._in_document[tier] += by
-            self._bytes_in_document[tier] += by * self.size(node, tier)
+            self._bytes_in_document[tier] += num_bytes
         if node.parent is not None:
             node.parent.num_children_in[tier] += by
-            self._update_queues(node.parent, (tier,))
+            self._update_queue(node.parent, tier)
 
     # Eviction order
 
@@ -223,31 +227,31 @@ class TierState:
             return float("-inf")
         return self._options.policy(
             NodeUse(
-                key=node.key,
-                num_tokens=node.num_tokens,
-                clock=self._clocks[tier],
-                frequency=node.frequency.value(self._now()),
-                avg_cost=node.avg_cost,
-                cost_alone=node.cost_alone,
-                cost_here=node.cost_here,
-                recency=node.recency,
-                heat=node.heat,
-                depth=node.depth,
-                reusability=node.reusability,
+                node.key,
+                node.num_tokens,
+                self._clocks[tier],
+                node.frequency.value(self._now()),
+                node.avg_cost,
+                node.cost_alone,
+                node.cost_here,
+                node.recency,
+                node.heat,
+                node.depth,
+                node.reusability,
             )
         )
 
     def rank(self, node: Node, tier: Tier) -> None:
         """Recompute a node's priority in a tier, and its place in the tier's eviction queue."""
         node.priority[tier] = self.priority(node, tier)
-        self._update_queues(node, (tier,))
+        self._update_queue(node, tier)
 
     def shield(self, node: Node | None) -> None:
         """Do not evict this node from disk until another node, or None, is shielded."""
         before, self._shielded = self._shielded, node
         for changed in (before, node):
             if changed is not None:
-                self._update_queues(changed, (Tier.DISK,))
+                self._update_queue(changed, _DISK)
 
     def protect(self, key: NodeKey, node: Node | None) -> None:
         """Evict the node of this key last, while it is protected and if it exists; calls are counted."""
@@ -258,30 +262,24 @@ class TierState:
         self._change_protection(key, node, -1)
 
     def _change_protection(self, key: NodeKey, node: Node | None, by: int) -> None:
-        self._protected[key] += by
-        if self._protected[key] == 0:
-            del self._protected[key]
-        if node is not None:
-            self._update_queues(node)
+        count = self._protected.pop(key, 0) + by
+        if count:
+            self._protected[key] = count
+        if node is not None and node.num_users == 0 and self._options.looks_ahead:
+            for tier in node.tiers:
+                self._update_queue(node, tier)
 
     def _is_evictable(self, node: Node, tier: Tier) -> bool:
-        is_shielded = tier is Tier.DISK and node is self._shielded
-        return node.is_in(tier) and node.num_users == 0 and node.num_children_in[tier] == 0 and not is_shielded
+        is_shielded = tier is _DISK and node is self._shielded
+        return node.num_users == 0 and node.num_children_in[tier] == 0 and node.is_in(tier) and not is_shielded
 
-    def _update_queues(self, node: Node, tiers: Iterable[Tier] = TIERS) -> None:
-        """Make each tier's eviction queue agree with the node."""
-        for tier in tiers:
-            queue = self._queues[tier]
-            if not self._is_evictable(node, tier):
-                if node in queue:
-                    queue.remove(node)
-                continue
-            is_protected = self._options.looks_ahead and node.key in self._protected
-            order = float("inf") if is_protected else node.priority[tier]
-            if node in queue:
-                queue.update(node, order)
-            else:
-                queue.push(node, order)
+    def _update_queue(self, node: Node, tier: Tier) -> None:
+        """Make a tier's eviction queue agree with the node."""
+        if not self._is_evictable(node, tier):
+            self._queues[tier].discard(node)
+            return
+        is_protected = self._options.looks_ahead and node.key in self._protected
+        self._queues[tier].put(node, float("inf") if is_protected else node.priority[tier])
 
     # Auditing
 
@@ -313,6 +311,8 @@ class TierState:
         if parent is not None:
             assert parent.tier is not None and parent.tier <= tier, "a parent in a slower tier than its child"
             assert parent.num_users >= node.num_users, "a child in use whose parent is not"
+        assert node.tiers == tuple(sorted(set(node.tiers)))
+        assert node.is_in(_DEVICE) == (node.block_ids is not None)
         if node.block_ids is not None:
             assert all(self._pool.ref_count(block_id) > 0 for block_id in node.block_ids)
         for where in Tier:
