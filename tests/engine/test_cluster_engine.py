@@ -89,11 +89,11 @@ def tokens(events: Sequence[TokenEvent]) -> list[int]:
 
 @contextmanager
 def talking(
-    *answers: Answer, number: int = 2, silence_s: float = 20.0, max_migrations: int = 3, wait_s: float = 20.0
+    *answers: Answer, number: int = 2, silence_s: float = 20.0, max_migrations: int = 3
 ) -> Iterator[ClusterFixture]:
     with (
         wire_engines(answers, INFO, number) as (engines, script),
-        front([one.url for one in engines], silence_s, Patience(max_migrations, wait_s)) as engine,
+        front([one.url for one in engines], silence_s, Patience(max_migrations, 20.0)) as engine,
     ):
         engine.wait_until_ready()
         until(lambda: all(engine.alive.get(one.url) for one in engines))
@@ -216,7 +216,8 @@ def test_request_waits_for_an_engine_and_gives_up() -> None:
         (received,) = fixture.submit("waits")
         engine.state = free
         assert tokens(read(received)) == [3, 4, 5]
-    with talking(refusal(503, "no room", "shutting_down"), number=1, wait_s=0.05) as fixture:
+    with talking(refusal(503, "no room", "shutting_down"), number=1) as fixture:
+        fixture.engine._patience = Patience(3, 0.05)
         error = fixture.failure()
     assert isinstance(error, EngineClosedError) and str(error) == "no room"
 
@@ -259,6 +260,27 @@ def test_cancelling_closes_the_stream() -> None:
         assert is_closed.wait(20)
         fixture.engine.cancel(RequestId("two"))
         assert one.empty() and two.empty()
+
+
+def test_broken_listener_cancels_its_sample() -> None:
+    is_closed = threading.Event()
+
+    def until_closed(connection: socket.socket) -> None:
+        connection.sendall(STREAM + line(WireEvent(sample=0, tokens=(3,))) + line(WireEvent(sample=0, tokens=(4,))))
+        assert connection.recv(1) == b""
+        is_closed.set()
+
+    calls = []
+
+    def fail(event: TokenEvent) -> None:
+        calls.append(event)
+        raise RuntimeError("the event loop is closed")
+
+    with talking(until_closed) as fixture:
+        sample = SampleRequest(request_id=RequestId("r"), sampling=SamplingParams(max_tokens=9))
+        fixture.engine.submit(prompt(), [sample], [fail])
+        assert is_closed.wait(20)
+    assert [event.token_id for event in calls] == [3]
 
 
 def test_deadline_ends_a_request_that_waits_or_streams() -> None:

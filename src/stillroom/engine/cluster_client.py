@@ -35,6 +35,8 @@ from stillroom.errors import (
 _MAX_LINE_BYTES = 32 * 2**20
 _STATE_SECONDS = 2.0
 """Longest wait for an engine's information or state."""
+_KEEP_CONNECTION_SECONDS = 2.0
+"""An engine closes an idle connection after 5 s; a request that is sent at that moment would be lost."""
 _SECRET = "STILLROOM_CLUSTER__SECRET"
 
 
@@ -68,7 +70,9 @@ class ClusterClient:
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
             timeout=httpx.Timeout(silence_s, connect=connect_timeout_s, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_CONNECTION_SECONDS
+            ),
         )
 
     async def close(self) -> None:

@@ -185,17 +185,9 @@ class ClusterEngine:
         """Cancel a sample; its last event says `aborted`. With the last sample of a request its stream is closed, so
         that the engine stops. No effect if the sample has ended."""
 
-        def stop() -> None:
-            request = self._requests.get(request_id)
-            if request is None:
-                return
-            self._deliver(request, request.forwarding.cancel(request_id, self._now()))
-            if request.forwarding.is_ended and request.task is not None:
-                request.task.cancel()
-
         with self._closing:
             if not self._is_closed:
-                self._loop.call_soon_threadsafe(stop)
+                self._loop.call_soon_threadsafe(self._cancel, request_id)
 
     def close(self) -> None:
         """Abort all requests and stop the thread. Idempotent."""
@@ -318,18 +310,30 @@ class ClusterEngine:
             raise _BrokenError(error) from error
         raise _BrokenError(EngineUnavailableError("the engine closed the stream before the end of the answer"))
 
+    def _cancel(self, request_id: RequestId) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._deliver(request, request.forwarding.cancel(request_id, self._now()))
+        if request.forwarding.is_ended and request.task is not None:
+            request.task.cancel()
+
     def _note_begun(self, request: _Request) -> None:
         self._num_unbegun -= not request.has_begun
         request.has_begun = True
 
     def _deliver(self, request: _Request, events: Iterable[TokenEvent]) -> None:
         for event in events:
-            if event.finish_reason is not None:
+            is_last = event.finish_reason is not None
+            if is_last:
                 self._requests.pop(event.request_id, None)
             try:
                 request.listeners[event.request_id](event)
             except Exception:  # such as a closed event loop; the other samples go on
                 logger.exception("the listener of %s failed", event.request_id)
+                if not is_last:
+                    request.listeners[event.request_id] = _ignore
+                    self._loop.call_soon(self._cancel, event.request_id)
 
     def _end(self, request: _Request, task: "asyncio.Task[None]") -> None:
         """Send the last events of a request whose task has ended, to the samples that have none."""
@@ -348,6 +352,10 @@ class ClusterEngine:
 
     def _now(self) -> float:
         return self._clock.monotonic()
+
+
+def _ignore(event: TokenEvent) -> None:
+    """Listener of a sample whose own listener failed."""
 
 
 class _BrokenError(Exception):
