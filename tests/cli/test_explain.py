@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stillroom.core.request import LookupCounts
+from stillroom.engine.events import Route
 from stillroom.rag.answer import (
     Answer,
     Citation,
@@ -235,6 +236,18 @@ def test_proposed_tokens_are_shown(run: Run) -> None:
     remember(replace(answer("req-2", "second"), lookup=LookupCounts(1_200, 900)))
     assert "Lookup: 900 of 1,200 proposed tokens accepted" in run("explain", "--kb", "kb").out.splitlines()
     assert run("explain", "--kb", "kb", "--json").json["lookup"] == {"num_proposed": 1_200, "num_accepted": 900}
+
+
+def test_engine_of_a_cluster_is_shown_with_the_prediction_and_its_predecessors(run: Run) -> None:
+    Path("kb").mkdir()
+    route = Route("engine-5a0c1f2e", 0.25, 310)
+    remember(replace(answer("req-1", "first"), route=route))
+    chosen = "Engine: engine-5a0c1f2e; chosen for a first token in 250 ms, with 310 tokens from kept KV"
+    assert chosen in run("explain", "--kb", "kb").out.splitlines()
+    moved = replace(route, predicted_seconds=None, num_migrations=2, is_resumed=True)
+    remember(replace(answer("req-2", "second"), route=moved))
+    told = "Engine: engine-5a0c1f2e; after 2 engines that did not complete it, the last of which had begun the answer"
+    assert told in run("explain", "req-2", "--kb", "kb").out.splitlines()
 
 
 def test_no_overlap_line_without_speculation(run: Run) -> None:
