@@ -85,10 +85,20 @@ def libraries_are_no_garbage() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def crossovers_of_this_run() -> Iterator[None]:
-    """Tests neither read nor change what the user's other processes have measured."""
+def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests, and processes that they start, neither read nor change what the user's other processes have measured. What
+    one of them measures, the others of this run need not measure again."""
+    folder, add = tmp_path_factory.getbasetemp(), crossovers._add
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # that of all workers
+
+    def add_for_all(name: str, value: float) -> None:
+        for _ in range(crossovers._NUM_MEASUREMENTS):
+            add(name, value)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossovers, "remembered", lambda _name, measure: measure())
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(crossovers, "_add", add_for_all)
+        crossovers._file()  # it is found once, and tests change the variable
         yield
 
 
