@@ -18,6 +18,8 @@ from hypothesis import settings
 
 from stillroom.models import bundled_models
 from stillroom.ops import crossovers
+from stillroom.retrieval import text_encoders
+from stillroom.retrieval.model_files import PACKAGED_MODEL, ModelFiles, locate_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -99,6 +101,25 @@ def cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(crossovers, "_add", add_for_all)
         crossovers._file()  # it is found once, and tests change the variable
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packaged_embedder_is_read_once() -> Iterator[None]:
+    """An embedder reads its weights in 0.1 s, and hundreds of tests have one. Tests share the packaged model's weights,
+    as the tenants of a server do."""
+    load, packaged = text_encoders.load_text_encoder, locate_model(PACKAGED_MODEL)
+    known: list[text_encoders.TextEncoder] = []
+
+    def load_once(files: ModelFiles) -> text_encoders.TextEncoder:
+        if files.folder != packaged:
+            return load(files)
+        if not known:
+            known.append(load(files))
+        return known[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_encoders, "load_text_encoder", load_once)
         yield
 
 
