@@ -16,6 +16,10 @@ import torch
 import uvicorn.server
 from hypothesis import settings
 
+from stillroom.backends import engine_building
+from stillroom.backends.calibration import CalibrationTarget, quick_profile
+from stillroom.core.clock import SystemClock
+from stillroom.kvcache.tree.cost_model import CostProfile
 from stillroom.models import bundled_models
 from stillroom.ops import crossovers
 from stillroom.retrieval import text_encoders
@@ -120,6 +124,26 @@ def packaged_embedder_is_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_encoders, "load_text_encoder", load_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def costs_are_measured_once() -> Iterator[None]:
+    """An engine measures for 0.1 s what its model costs if there is no calibration; hundreds of tests make one. A model
+    of the same shape has the costs that were measured first."""
+    known: dict[str, CostProfile] = {}
+
+    def measured_once(target: CalibrationTarget, folder: Path | None) -> CostProfile:
+        if not isinstance(target.clock, SystemClock):
+            return quick_profile(target, folder)
+        model, limits = target.runner.decoder, (target.num_slots, target.max_model_len, target.step_tokens)
+        what = repr((type(model), model.spec, model.dtype, model.device, limits, folder is None))
+        if what not in known:
+            known[what] = quick_profile(target, folder)
+        return known[what]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_building, "quick_profile", measured_once)
         yield
 
 
