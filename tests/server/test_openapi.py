@@ -86,13 +86,28 @@ def real_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
         yield create_app(stillroom)
 
 
+@pytest.fixture(scope="module")
+def schema(app: FastAPI) -> Any:
+    """The document as schemathesis reads it, once."""
+    return schema_of(app)
+
+
+@pytest.fixture(scope="module")
+def real_schema(real_app: FastAPI) -> Any:
+    return schema_of(real_app)
+
+
+def schema_of(app: FastAPI) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", app, headers=OWN)
+
+
 def has_deadline(case: Any) -> bool:
     return isinstance(case.body, dict) and case.body.get("deadline_seconds") is not None
 
 
-def attack(app: FastAPI, method: str, path: str, max_examples: int) -> None:
+def attack(schema: Any, method: str, path: str, max_examples: int) -> None:
     """Generate valid and invalid requests."""
-    operation = schemathesis.openapi.from_asgi("/openapi.json", app, headers=OWN)[path][method]
+    operation = schema[path][method]
     quick = settings(
         max_examples=max_examples,
         phases=[Phase.explicit, Phase.generate],
@@ -116,8 +131,8 @@ def attack(app: FastAPI, method: str, path: str, max_examples: int) -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_server_conforms_to_the_openapi_document(app: FastAPI, method: str, path: str) -> None:
-    attack(app, method, path, 4)
+def test_server_conforms_to_the_openapi_document(schema: Any, method: str, path: str) -> None:
+    attack(schema, method, path, 4)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +152,14 @@ def test_events_have_the_documented_type(any_client: httpx.Client, path: str, ev
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_server_conforms_to_the_openapi_document_with_more_examples(app: FastAPI, method: str, path: str) -> None:
-    attack(app, method, path, 300)
+def test_server_conforms_to_the_openapi_document_with_more_examples(schema: Any, method: str, path: str) -> None:
+    attack(schema, method, path, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_server_with_a_model_conforms_to_the_openapi_document(real_app: FastAPI, method: str, path: str) -> None:
-    attack(real_app, method, path, 100)
+def test_server_with_a_model_conforms_to_the_openapi_document(real_schema: Any, method: str, path: str) -> None:
+    attack(real_schema, method, path, 100)
 
 
 def test_document_states_keys_and_limits(app: FastAPI, tmp_path: Path) -> None:
