@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from stillroom.core.document import DocumentInfo
 from stillroom.errors import OriginalGoneError, UnknownDocumentError
-from stillroom.retrieval.ingest import AddProgress
-from stillroom.retrieval.originals import OriginalFile
-from stillroom.retrieval.uploads import UploadResult
 
 if TYPE_CHECKING:
+    from stillroom.retrieval.ingest import AddProgress
+    from stillroom.retrieval.originals import OriginalFile
+    from stillroom.retrieval.uploads import UploadResult
     from tests.server.fakes import FakeStillroom
 
 
@@ -20,7 +20,10 @@ class FakeUploads:
     def __init__(self, stillroom: "FakeStillroom") -> None:
         self._stillroom = stillroom
 
-    def add(self, name: str, content: bytes, progress: Callable[[AddProgress], None] | None) -> UploadResult:
+    def add(self, name: str, content: bytes, progress: "Callable[[AddProgress], None] | None") -> "UploadResult":
+        from stillroom.retrieval.ingest import AddProgress
+        from stillroom.retrieval.uploads import UploadResult
+
         if progress is not None:
             progress(AddProgress(1, 1, len(content), len(content), 1, name))
         if b"\0" in content:
@@ -52,5 +55,5 @@ class FakeOriginals:
     def __init__(self, stillroom: "FakeStillroom") -> None:
         self.content = stillroom.document_content
 
-    def file(self, document_id: str) -> contextlib.AbstractContextManager[OriginalFile]:
+    def file(self, document_id: str) -> "contextlib.AbstractContextManager[OriginalFile]":
         raise OriginalGoneError("the file is no longer there")

@@ -1,14 +1,16 @@
 """A `Stillroom` without models or indexes, for tests of the server and the commands.
 
-An answer is the question's words, one token each. Streams wait while `gate` is not set.
+An answer is the question's words, one token each. Streams wait while `gate` is not set. Indexes and the ingest are
+imported where they are used: many tests run a command over it in a process of its own.
 """
 
 import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +33,19 @@ from stillroom.rag.hops import Hop
 from stillroom.rag.prompt_tokens import PromptTokens
 from stillroom.rag.question import sources_of
 from stillroom.rag.records import Records
-from stillroom.retrieval.embedder import Embedder
 from stillroom.retrieval.filters.language import parse_filter
-from stillroom.retrieval.ingest import AddProgress, RemoveReport
 from stillroom.retrieval.store.corpus import CopyState
-from stillroom.retrieval.tiers.hot_lists import ListFigures
 from stillroom.retrieval.uploaded_files import checked_name
-from stillroom.retrieval.uploads import UploadResult
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.server.fake_documents import FakeOriginals, FakeUploads
 from tests.server.fake_stream import FakeStream
+
+if TYPE_CHECKING:
+    from stillroom.retrieval.embedder import Embedder
+    from stillroom.retrieval.ingest import AddProgress, RemoveReport
+    from stillroom.retrieval.tiers.hot_lists import ListFigures
+    from stillroom.retrieval.uploads import UploadResult
 
 NUM_BLOCKS = 64
 DIMENSION = 4
@@ -79,8 +83,6 @@ class FakeStillroom:
         self.texts = {"docs/keys.md": "Rotate keys with care.\nTwice a year."} if texts is None else texts
         self.uploads = FakeUploads(self)
         self.originals = FakeOriginals(self)
-        self.embedder = Embedder(self.config.embedder)
-        """Of which only the tokenizer is used."""
         self.asked: list[tuple[str, AskOptions]] = []
         self.filters: list[str] = []
         self.citations: tuple[Citation, ...] = ()
@@ -97,6 +99,13 @@ class FakeStillroom:
         self._running: set[int] = set()
         self._lock = threading.Lock()
         self._count = 0
+
+    @cached_property
+    def embedder(self) -> "Embedder":
+        """Of which only the tokenizer is used."""
+        from stillroom.retrieval.embedder import Embedder
+
+        return Embedder(self.config.embedder)
 
     def hide_folders(self) -> None:
         pass
@@ -163,13 +172,15 @@ class FakeStillroom:
     def upload(
         self,
         files: Iterable[tuple[str, BinaryIO]],
-        progress: Callable[[AddProgress], None] | None = None,
+        progress: "Callable[[AddProgress], None] | None" = None,
         metadata: Mapping[str, object] | None = None,
         stop: Cancellation | None = None,
-    ) -> list[UploadResult]:
+    ) -> "list[UploadResult]":
         return [self.uploads.add(checked_name(name), stream.read(), progress) for name, stream in files]
 
-    def discard(self, name: str) -> RemoveReport:
+    def discard(self, name: str) -> "RemoveReport":
+        from stillroom.retrieval.ingest import RemoveReport
+
         found = self.uploads.find(name)
         if not found:
             raise UnknownDocumentError(f"there is no document {name!r}")
