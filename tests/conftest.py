@@ -160,6 +160,15 @@ def default_model(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one thread of torch: with a tiny model two threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Return the folder of real data and models next to the checkout; its tests have the marker `shared`."""

@@ -1,12 +1,10 @@
 """Tests `stillroom bench anywhere` with a tiny model: every tier, shuffled questions, peers."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from stillroom.errors import UsageError
 from stillroom_bench.experiments.anywhere import FULL, run_anywhere
@@ -27,15 +25,6 @@ SCOPE = AnywhereBenchOptions(
     dtype="float32",
     repeat=2,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run the tiny model with one thread, which is faster than two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_tier_and_ratio_is_measured(tmp_path: Path) -> None:
@@ -66,6 +55,8 @@ def test_replies_are_compared_with_a_full_prefill_of_the_same_runtime() -> None:
 PACKAGE = """
 from enum import Enum
 from types import SimpleNamespace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class GenerationMode(str, Enum):

@@ -1,12 +1,10 @@
 """Tests `stillroom bench contexts` on a few questions in the language of the bundled microworld."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stillroom.answer_quality.answer_metrics import exact_match
 from stillroom.errors import UsageError
@@ -23,6 +21,8 @@ from stillroom_bench.quality.contexts import (
     widths_table,
 )
 from stillroom_bench.quality.quality_options import ContextsOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DOCUMENT = [
     "Pis Jurs studied grammar . He later moved to Ranholm .",
@@ -48,15 +48,6 @@ TWO_DOCUMENTS = {
     "kind": "split",
     "distance": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run the tiny model with one thread, which is faster than two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def row(question: str, answer: str, kind: str, needed: list[int]) -> dict[str, Any]:

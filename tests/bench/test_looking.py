@@ -1,7 +1,6 @@
 """Tests `stillroom bench looking`: what the model sees in a candidate, the heads that are read, and the whole run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ from stillroom_bench.quality.looking_tables import Outcome, tables_of
 from stillroom_bench.quality.quality_options import LookingOptions
 from tests.bench.test_contexts import ASKED, DOCUMENT, TWO_DOCUMENTS, row, write
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OTHER = {
     "documents": [
         ["Holo Tevs was taught by Mula Brims .", "She studied optics ."],
@@ -47,14 +48,6 @@ OTHER = {
     "answer": "optics",
     "kind": "split",
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,23 +1,14 @@
 """Tests `stillroom bench preloading` with a tiny model."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from stillroom_bench.experiments.experiment_options import AnywhereBenchOptions
 from stillroom_bench.experiments.preloading import PLACES, run_preloading
 from tests.bench.test_anywhere import TINY
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run the tiny model with one thread, which is faster than two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow  # measures every arm

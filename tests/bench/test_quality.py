@@ -1,11 +1,9 @@
 """Tests `stillroom bench quality` on a few questions of the bundled model's training world."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from stillroom.answer_quality.arms import FULL, NONE, PREFIX, SET, alpha_name, arm_name
 from stillroom.answer_quality.asking import QualityOptions, bench_runtime
@@ -16,6 +14,8 @@ from stillroom.models.bundled_models import MICROWORLD
 from stillroom_bench.quality.answers import run_quality
 from stillroom_bench.quality.discarding import matching_sentences, surprising_tokens
 from stillroom_bench.quality.prompt_reader import PromptReader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS = [
     {
@@ -40,15 +40,6 @@ ROWS = [
     },
     {"chunks": ["Lolto Glass makes wool .", "Jecko Bank makes salt ."], "question": "What does Jecko Bank make ?"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run the tiny model with one thread, which is faster than two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,27 +1,34 @@
-"""Fixtures of the engine tests: a tiny model, and one thread for it."""
+"""Fixtures of the engine tests: a tiny model, its oracle, and one thread for both."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
 from stillroom.models.decoder import Decoder
 from stillroom.models.loader import load_own_decoder
 from tests.devices import TEST_DEVICE
+from tests.engine.engine_fixture import Oracle
 from tests.fakes import random_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: with a tiny model two threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def one_thread_for_tiny_models(one_thread: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers."""
     path = tmp_path_factory.mktemp("checkpoint")
     random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return load_own_decoder(path, device=TEST_DEVICE, dtype="float32")
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Decoder:
+    return load_own_decoder(folder, device=TEST_DEVICE, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def oracle(decoder: Decoder) -> Oracle:
+    return Oracle(decoder)

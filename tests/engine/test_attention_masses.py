@@ -32,11 +32,6 @@ def long_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_own_decoder(path, device=TEST_DEVICE, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def oracle(decoder: Decoder) -> Oracle:
-    return Oracle(decoder)
-
-
 def slow_masses(decoder: Decoder, token_ids: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:
     """Return attention [tokens, tokens] of a whole prompt, mean over heads and layers, from explicit weights."""
     total = torch.zeros(len(token_ids), len(token_ids), dtype=torch.float64)

@@ -3,11 +3,10 @@
 import math
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-import torch
 
 from stillroom.core.batch import Batch, StepResult
 from stillroom.core.document import Chunk
@@ -24,11 +23,8 @@ from stillroom.engine.reuse_level import ReuseLevel
 from stillroom.errors import NonFiniteError
 from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_own_decoder
-from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import EngineFixture, question
 from tests.engine.test_corpora import FakeCorpus
-from tests.fakes import random_checkpoint
 
 PLACED = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, Tier.HOST, Reason.ANYWHERE, 2),), 0.0, 0.0)
 COMPUTED = PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 9, None, Reason.NEVER_SEEN),), 0.0, 0.0)
@@ -271,16 +267,6 @@ def test_answer_from_a_removed_document_is_not_audited(decoder: Decoder, is_runn
     engine.catch_up()
     assert not engine.has_work and not engine.do_idle_work()
     engine.check_integrity()
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    yield load_own_decoder(path, device=TEST_DEVICE, dtype="float32")
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])

@@ -19,12 +19,6 @@ from stillroom.runner.torch_runner import TorchRunner
 from stillroom.telemetry import catalogue
 from tests.engine.engine_fixture import BLOCK, EngineFixture, Oracle, question
 
-
-@pytest.fixture(scope="module")
-def oracle(decoder: Decoder) -> Oracle:
-    return Oracle(decoder)
-
-
 # Host memory
 
 

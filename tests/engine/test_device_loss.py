@@ -39,11 +39,6 @@ def cuda_error() -> Exception:
     return getattr(torch, "AcceleratorError", RuntimeError)(ILLEGAL_ACCESS)
 
 
-@pytest.fixture(scope="module")
-def oracle(decoder: Decoder) -> Oracle:
-    return Oracle(decoder)
-
-
 @dataclass
 class Outage:
     """Makes calls of one method fail, by number."""

@@ -21,12 +21,6 @@ from stillroom.kvcache.chunk_reuse.plan import AnywhereOptions
 from stillroom.models.decoder import Decoder
 from tests.engine.engine_fixture import EngineFixture, Oracle, question
 
-
-@pytest.fixture(scope="module")
-def oracle(decoder: Decoder) -> Oracle:
-    return Oracle(decoder)
-
-
 BAD = RequestId("bad")
 Fault = Callable[[Batch], bool]
 

@@ -1,10 +1,9 @@
 """With fixed shapes reuse changes no bit in bfloat16 either: a kept piece and a computed one have the same rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from stillroom.backends.engine_building import build_engine
 from stillroom.config.runtime_settings import ReuseMode
@@ -21,14 +20,6 @@ from tests.fakes import ManualClock
 
 PAIRS = ((0, 1), (0, 1), (0, 2), (3, 0), (3, 1), (0, 2))
 """Document numbers of each question."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

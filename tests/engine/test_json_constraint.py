@@ -15,7 +15,7 @@ from stillroom.errors import UsageError
 from stillroom.models.json_constraint import JsonConstraint, JsonConstraints
 from stillroom.models.tokenizer import Tokenizer
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
-from tests.fakes import byte_tokenizer, random_checkpoint
+from tests.fakes import byte_tokenizer
 
 EOS = 1
 SCHEMA: dict[str, Any] = {
@@ -29,13 +29,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "year", "kind", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -7,23 +7,8 @@ import pytest
 from stillroom.core.kv import Tier
 from stillroom.core.reuse import Reason
 from stillroom.models.decoder import Decoder
-from stillroom.models.loader import load_own_decoder
-from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import question
-from tests.engine.test_prepared import DOCUMENTS, DocumentOracle, Documents, PreparedFixture
-from tests.fakes import random_checkpoint
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("narrow")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return path
-
-
-@pytest.fixture(scope="module")
-def decoder(folder: Path) -> Decoder:
-    return load_own_decoder(folder, device=TEST_DEVICE, dtype="float32")
+from tests.engine.prepared_engine import DOCUMENTS, DocumentOracle, Documents, PreparedFixture
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])

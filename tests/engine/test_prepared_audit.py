@@ -18,7 +18,7 @@ from stillroom.engine.events import TokenEvent
 from stillroom.models.decoder import Decoder
 from stillroom.telemetry import catalogue
 from tests.engine.engine_fixture import Oracle, question
-from tests.engine.test_prepared import Documents, PreparedFixture
+from tests.engine.prepared_engine import Documents, PreparedFixture
 
 DOCUMENTS = ((1, 2, 3, 4), (6, 5, 7))
 

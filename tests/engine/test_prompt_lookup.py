@@ -19,7 +19,7 @@ from stillroom.models.tokenizer import Tokenizer
 from stillroom.scheduler.prompt_lookup import LookupAccounts, SequenceLookup
 from tests.engine.engine_fixture import EngineFixture, question
 from tests.engine.harness import Run, engine_on, request, samples_of
-from tests.fakes import byte_tokenizer, random_checkpoint
+from tests.fakes import byte_tokenizer
 
 
 class Eager(LookupAccounts):
@@ -31,13 +31,6 @@ class Eager(LookupAccounts):
             lengths.append(min(budget, len(lookup.proposal.token_ids)))
             budget -= lengths[-1]
         return lengths
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    random_checkpoint(path, "Llama", num_hidden_layers=2)
-    return path
 
 
 def requests() -> list[Request]:

@@ -20,7 +20,7 @@ from stillroom.rag.stillroom import Stillroom
 from stillroom.retrieval.store.folder import CORPUS
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from tests.kvstore.nodes import MODEL, OTHER_MODEL, key, record
-from tests.rag.test_reuse import TEXTS
+from tests.rag.countries import TEXTS
 from tests.retrieval.test_corpus import stored
 from tests.server.fakes import until
 
@@ -140,15 +140,6 @@ def test_kv_of_an_unreadable_knowledge_base_stays(kv: KvFolderFixture, caplog: p
     sweep_kv(kv.own)
     assert kv.kept() == OWN | TENANT and noted_owners(kv.root) == [kv.owner]
     assert "cannot be read stays on disk" in caplog.text
-
-
-@pytest.fixture
-def docs(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return folder
 
 
 def test_kv_of_documents_removed_by_the_command_line_is_dropped_at_start_and_while_serving(

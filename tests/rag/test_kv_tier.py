@@ -20,19 +20,10 @@ from stillroom.kvstore.shared.shared_tier import SharedTier
 from stillroom.rag.stillroom import Stillroom
 from tests.kvstore.shared.redis_server import needs_server, redis_server
 from tests.kvstore.shared.tier_fixture import opened
-from tests.rag.test_reuse import ALWAYS, TEXTS, ask
+from tests.rag.countries import ALWAYS, ask
 from tests.server.fakes import until
 
 pytestmark = pytest.mark.microworld
-
-
-@pytest.fixture
-def docs(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return folder
 
 
 @pytest.fixture

@@ -12,29 +12,9 @@ from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import record, sealed
+from tests.rag.countries import ALWAYS, ask
 
 pytestmark = pytest.mark.microworld
-
-TEXTS = {
-    "ardun": "The capital of Ardun is Belmar . The river of Ardun is the Tolvane .",
-    "corvia": "The capital of Corvia is Denholm . The river of Corvia is the Esk .",
-    "fenland": "The capital of Fenland is Garth . The river of Fenland is the Holm .",
-}
-ALWAYS = StillroomConfig(reuse=ReuseConfig(load="always"))
-"""Without this, computing can be faster than loading for the small bundled model."""
-
-
-@pytest.fixture
-def docs(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return folder
-
-
-def ask(stillroom: Stillroom, question: str = "What is the capital of Ardun ?") -> Answer:
-    return stillroom.ask(question)
 
 
 def test_second_question_and_next_process_reuse_exact_kv(docs: Path, tmp_path: Path) -> None:

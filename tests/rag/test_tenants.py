@@ -18,7 +18,7 @@ from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.stillroom import Stillroom
 from stillroom.telemetry.trace import TRACE_FILE, TraceLog
 from tests.kvstore.nodes import key, record, sealed
-from tests.rag.test_reuse import TEXTS
+from tests.rag.countries import TEXTS
 from tests.server.fakes import until
 
 pytestmark = pytest.mark.microworld
@@ -28,15 +28,6 @@ NO_SPECULATION = SpeculationConfig(mode="off")
 QUESTION = "What is the capital of Ardun ?"
 LONG = " ".join(["What is the river of Corvia ?"] * 30)
 """So long that KV of the question itself is cached."""
-
-
-@pytest.fixture
-def docs(tmp_path: Path) -> Path:
-    folder = tmp_path / "docs"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    return folder
 
 
 def reasons(answer: Answer) -> list[str]:

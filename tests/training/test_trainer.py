@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from training.model import Llama
 from training.recipe import RECIPES, Recipe, Shape, learning_rate, text_weight
 from training.trainer import Run, Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = Shape(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, vocab_size=600)
 RECIPE = Recipe(
     shape=SHAPE,
@@ -42,14 +43,6 @@ RECIPE = Recipe(
     mixture=Mixture(max_chunks=2, max_questions=3, ramp=0.5),
 )
 QUICK = Run(log_every=1, score_every=100, num_held=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def state_of(folder: Path) -> dict[str, Any]:

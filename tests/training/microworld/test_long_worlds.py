@@ -23,7 +23,7 @@ from training.data.worlds import load_generator
 from training.microworld.long_worlds import MAX_DISTANCE, LongWorld, make_world, retrieve
 from training.microworld.train import RETRIEVED, WHOLE, Row, Shape, TrainOptions, train, write_questions
 
-pytestmark = pytest.mark.shared
+pytestmark = [pytest.mark.shared, pytest.mark.usefixtures("one_thread")]
 
 BUNDLED = Path(__file__).parents[3] / "src/stillroom/models/bundled/microworld"
 LENGTHS = (30, 12, 1)
@@ -37,14 +37,6 @@ def generator(shared: Path) -> Any:
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(BUNDLED)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def worlds(generator: Any, num_worlds: int, split: Split = "train") -> Iterator[LongWorld]:

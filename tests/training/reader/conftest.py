@@ -1,6 +1,5 @@
 """Fixtures of the reader's training: a tiny embedder, and data in the layout of reading-qa."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from stillroom.models.reader_model import ReaderSpec
+from tests.training.conftest import write_rows
 from training.reader.examples import Coder, ExampleSet, read_examples, technical_files
 from training.reader.neighbours import PEOPLE, prepare
 from training.reader.train import Recipe
@@ -49,11 +49,6 @@ def passage(word: str, number: int) -> str:
         .replace("It", "it")
         .replace("What", "what")
     )
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +18,7 @@ from training.reader.commands import needs_large_heap, run_training
 from training.reader.examples import ExampleSet, Row
 from training.reader.train import CHECKPOINT, Recipe, Trainer, from_encoder, group_loss, read_encoder
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def new_trainer(examples: ExampleSet, bert: Path, out: Path, recipe: Recipe = RECIPE, num_threads: int = 1) -> Trainer:
