@@ -39,7 +39,8 @@ _LIMITS = """English only. Passages longer than some 300 words are cut. An answe
 passage: the reader does not count, compare, combine passages or answer yes or no. It marks the
 likeliest words even if a passage is wrong; the threshold catches a part of these cases, as the
 table above says. Questions about code, and passages that are mostly code or tables, are answered
-less well than prose."""
+less well than prose. A question in words that the passage lacks is often refused, or answered from
+another passage: compare the rows of paraphrased questions with the same questions in their first words."""
 
 _LICENCE = """The weights derive from all-MiniLM-L6-v2 (Apache-2.0) and are licensed under CC BY-SA 4.0, as a part of
 the training data is. [ATTRIBUTION.md](ATTRIBUTION.md) names all works with their licences."""
@@ -130,9 +131,9 @@ def _refusals(report: Mapping[str, Any] | None) -> Iterator[str]:
         yield "No threshold was chosen."
         return
     yield (
-        f"The threshold is {report['threshold']}, chosen on these sets, which weigh the same. Each question is "
+        f"The threshold is {report['threshold']}, chosen on the whole sets, which weigh the same. Each question is "
         f"read over {report['passages']} passages: the one that answers it and those that a search finds, and then "
-        "only the latter. Confidence is fitted on the same sets; its error is the mean difference from the share "
+        "only the latter. Confidence is fitted on these sets, too; its error is the mean difference from the share "
         "of right answers, with and without the passage."
     )
     yield ""

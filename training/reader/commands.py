@@ -298,6 +298,7 @@ def threshold(  # noqa: PLR0913  options of a command
     from stillroom.models.reader import load_reader
     from training.reader import held_out
     from training.reader.examples import technical_files
+    from training.reader.paraphrases import in_other_words
     from training.reader.threshold import choose, read_sets, report, write_scale
     from training.reader.train import Recipe
 
@@ -309,6 +310,7 @@ def threshold(  # noqa: PLR0913  options of a command
     outcomes = read_sets(reader, sets, passages)
     chosen = choose(outcomes, answered)
     write_scale(model, chosen)
+    outcomes |= read_sets(reader, in_other_words(sets), passages)
     _write(out, report(outcomes, chosen, passages))
 
 
@@ -330,6 +332,7 @@ def evaluate(  # noqa: PLR0913  options of a command
     from training.reader.evaluate import evaluate as evaluated
     from training.reader.evaluate import open_reader
     from training.reader.examples import technical_files
+    from training.reader.paraphrases import in_other_words
     from training.reader.train import SPEC, Recipe
 
     reader = open_reader(model, _embedder(), SPEC, _dtype(dtype, threads))
@@ -339,7 +342,7 @@ def evaluate(  # noqa: PLR0913  options of a command
         "technical, held-out passages": held_out.technical(technical_files(questions), prepared),
     }
     rows = []
-    for name, asked in sets.items():
+    for name, asked in {**sets, **in_other_words(sets)}.items():
         few = asked if limit is None or limit >= len(asked) else random.Random(1).sample(asked, limit)
         rows.append(evaluated(reader, name, few))
         _say(rows[-1])
