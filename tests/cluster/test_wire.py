@@ -215,7 +215,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     if not path:
         return new
-    changed = deepcopy(value)
+    changed: Any = deepcopy(value)
     parent = changed
     for name in path[:-1]:
         parent = parent[name]

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from stillroom.core.ids import ChunkId
+
+if TYPE_CHECKING:  # `stillroom --help` loads this module, and takes longer with numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class SegmentKind(StrEnum):
@@ -47,8 +49,10 @@ class SegmentedPrompt:
         return tuple(self._tokens())
 
     @cached_property
-    def array(self) -> NDArray[np.uint32]:
+    def array(self) -> "NDArray[np.uint32]":
         """As `token_ids`: [num_tokens], little-endian, read-only. Made once for hashing and for computing."""
+        import numpy as np
+
         return np.frombuffer(struct.pack(f"<{self.num_tokens}I", *self._tokens()), "<u4")
 
     @property
