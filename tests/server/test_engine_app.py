@@ -222,7 +222,7 @@ def test_what_cannot_be_answered_is_refused_with_its_reason(
 
 def test_bodies_of_junk_are_refused_and_the_engine_answers_on(client: EngineClient) -> None:
     random, text = Random(3), json.dumps(GOOD)
-    for _ in range(60):
+    for _ in range(40):
         damaged = bytearray(text.encode())
         for _ in range(random.randint(1, 4)):
             place = random.randrange(len(damaged))
@@ -330,59 +330,59 @@ def test_info_tells_what_fits_and_what_it_costs(served: Served, client: EngineCl
     assert "/" not in info.model, "no folder of this machine"
 
 
-def test_a_secret_is_asked_of_every_caller(model: Path, tmp_path: Path) -> None:
-    with engine_serving(tmp_path / "kb", settings_for(model, secret="a-long-secret")) as served:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}):
-            with served.client(headers=headers).http as http:
-                for method, path in (("GET", "info"), ("POST", "answers"), ("GET", "state"), ("POST", "drain")):
-                    response = http.request(method, f"/engine/v1/{path}")
-                    assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_secret")
-                    assert "STILLROOM_CLUSTER__SECRET" in response.json()["error"]["message"]
-                assert http.get("/metrics").status_code == 401
-                assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
-        known = served.client(headers={"Authorization": "Bearer a-long-secret"})
-        assert known.ask(asking())[0].tokens
-        known.http.close()
-
-
 def test_web_pages_may_not_use_an_engine_without_a_secret(client: EngineClient) -> None:
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
         response = client.http.get("/engine/v1/info", headers=headers)
         assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
 
 
-def test_a_draining_engine_completes_what_runs_and_takes_no_more(model: Path, tmp_path: Path) -> None:
-    with engine_serving(tmp_path / "kb", settings_for(model)) as served:
-        client = served.client()
-        endless = asking(sample(max_tokens=100, logit_bias={EOS: -50.0}))
-        with client.http.stream("POST", "/engine/v1/answers", json=endless.to_json()) as response:
-            lines = response.iter_lines()
+@pytest.fixture(scope="module")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine with a secret, which the last test of it stops."""
+    with engine_serving(tmp_path_factory.mktemp("guarded") / "kb", settings_for(model, secret="a-long-secret")) as one:
+        yield one
+
+
+@pytest.fixture
+def friend(guarded: Served) -> Iterator[EngineClient]:
+    """A client that has the secret."""
+    one = guarded.client(headers={"Authorization": "Bearer a-long-secret"})
+    yield one
+    one.http.close()
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}])
+def test_a_secret_is_asked_of_every_caller(guarded: Served, headers: dict[str, str]) -> None:
+    with guarded.client(headers=headers).http as http:
+        for method, path in (("GET", "info"), ("POST", "answers"), ("GET", "state"), ("POST", "drain")):
+            response = http.request(method, f"/engine/v1/{path}")
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_secret")
+            assert "STILLROOM_CLUSTER__SECRET" in response.json()["error"]["message"]
+        assert http.get("/metrics").status_code == 401
+        assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
+
+
+def test_a_draining_engine_completes_what_runs_until_it_is_stopped(guarded: Served, friend: EngineClient) -> None:
+    short, endless = (asking(sample(max_tokens=count, logit_bias={EOS: -50.0})) for count in (100, 3500))
+    http, answers = friend.http, "/engine/v1/answers"
+    with http.stream("POST", answers, json=endless.to_json()) as cut_off:
+        cut_lines = cut_off.iter_lines()
+        begun = next(cut_lines)
+        with http.stream("POST", answers, json=short.to_json()) as completed:
+            lines = completed.iter_lines()
             first = next(lines)
-            assert client.http.post("/engine/v1/drain").status_code == 202
-            status, code, _ = client.refusal(GOOD)
-            assert (status, code) == (503, "shutting_down")
-            refused = client.http.post("/engine/v1/answers", json=GOOD)
-            assert refused.headers["retry-after"]
-            ready = client.http.get("/readyz")
+            assert http.post("/engine/v1/drain").status_code == 202
+            assert friend.refusal(GOOD)[:2] == (503, "shutting_down")
+            assert http.post(answers, json=GOOD).headers["retry-after"]
+            ready = http.get("/readyz")
             assert (ready.status_code, ready.json()["reasons"]) == (503, ["the engine is draining"])
-            assert client.state().is_draining
-            [one] = collected([first, *filter(None, lines)], 1)
-        assert len(one.tokens) == 100 and one.ends == [FinishReason.LENGTH]
-        client.http.close()
-
-
-def test_a_stopping_engine_ends_answers_with_an_error_after_which_another_goes_on(model: Path, tmp_path: Path) -> None:
-    with engine_serving(tmp_path / "kb", settings_for(model)) as served:
-        client = served.client()
-        endless = asking(sample(max_tokens=3000, logit_bias={EOS: -50.0}))
-        with client.http.stream("POST", "/engine/v1/answers", json=endless.to_json()) as response:
-            lines = response.iter_lines()
-            first = next(lines)
-            served.server.stop()
-            served.server.stop()
-            [one] = collected([first, *filter(None, lines)], 1)
-        assert one.ends == [FinishReason.ABORTED] and one.failure is not None and one.failure.may_move
-        client.http.close()
+            assert friend.state().is_draining
+            [whole] = collected([first, *filter(None, lines)], 1)
+        assert len(whole.tokens) == 100 and whole.ends == [FinishReason.LENGTH]
+        guarded.server.stop()
+        guarded.server.stop()  # without the grace period
+        [ended] = collected([begun, *filter(None, cut_lines)], 1)
+    assert ended.ends == [FinishReason.ABORTED] and ended.failure is not None and ended.failure.may_move
 
 
 def test_a_lost_device_and_a_full_queue_are_refusals_that_another_engine_may_take(
