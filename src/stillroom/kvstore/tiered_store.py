@@ -9,9 +9,10 @@ narrowed once, when it leaves the device, and widened when it is placed. Design:
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -26,13 +27,12 @@ from stillroom.kvstore.prefetch import Prefetcher, PrefetchStats, read_record
 from stillroom.kvstore.record import Buffer, Defect, checksum_of, encode
 from stillroom.kvstore.shared.shared_tier import SharedTier, TierLookup
 from stillroom.ops.narrow import NarrowKV, narrow, narrow_views
-from stillroom.ops.rope import rerotation, rotation_from_zero
+from stillroom.ops.rope import of_distinct_layers, rerotation, rotation_from_zero
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferFlow:
+class TransferFlow(NamedTuple):
     """Transfers from one tier to another so far."""
 
     num_copies: int = 0
@@ -97,7 +97,7 @@ class TieredStore:
         self.disk = disk
         self.shared = shared
         self._clock = clock
-        self._inv_freq_LP = inv_freq_LP
+        self._inv_freq_LP = None if inv_freq_LP is None else of_distinct_layers(inv_freq_LP)
         self._flows = dict.fromkeys(DIRECTIONS, TransferFlow())
         self._defects: Counter[tuple[Tier, Defect]] = Counter()  # of device and host
         self._staging = torch.empty(0, dtype=torch.uint8)
@@ -385,9 +385,9 @@ class TieredStore:
         flow = self._flows[source, target]
         seconds = flow.seconds + self._clock.monotonic() - start
         if num_bytes is None:
-            flow = replace(flow, num_failed=flow.num_failed + 1, seconds=seconds)
+            flow = flow._replace(num_failed=flow.num_failed + 1, seconds=seconds)
         else:
             num_copies, num_bytes = flow.num_copies + 1, flow.num_bytes + num_bytes
-            flow = replace(flow, num_copies=num_copies, num_bytes=num_bytes, seconds=seconds)
+            flow = flow._replace(num_copies=num_copies, num_bytes=num_bytes, seconds=seconds)
         self._flows[source, target] = flow
         return num_bytes is not None

@@ -217,8 +217,10 @@ def attend_spans(  # noqa: PLR0913  as `attend`
 def _context(cache_SGD: torch.Tensor, context: slice | torch.Tensor, q_THD: torch.Tensor) -> torch.Tensor:
     """Return the rows of a context: a view of contiguous slots, else a copy, which the CPU kernel converts to
     float32."""
-    if isinstance(context, slice) or not cpu_kernels.has_kernel(q_THD, cache_SGD):
+    if isinstance(context, slice):
         return cache_SGD[context]
+    if not cpu_kernels.has_kernel(q_THD, cache_SGD):
+        return cache_SGD.index_select(0, context)  # copies rows; an index copies number by number
     rows_KGD = torch.empty((len(context), *cache_SGD.shape[1:]))
     cpu_kernels.gather_wide(cpu_kernels.array(cache_SGD), context.numpy(), rows_KGD.numpy())
     return rows_KGD
@@ -252,6 +254,8 @@ def attend(  # noqa: PLR0913  as torch's own
     is_cut = places_Q is None or window is None or num_keys <= window  # the last query sees all keys that are left
     if (num_queries > 1 and not is_causal) or not is_cut:
         mask = _mask(num_queries, num_keys, window, q_QHD.device, places_Q)
+    if mask is not None and places_Q is None and q_QHD.device.type == "cpu" and num_queries <= _MOST_STACKED:
+        return _attend_stacked(q_QHD, k_KGD, v_KGD, scale, window)
     out_HQD = F.scaled_dot_product_attention(
         q_QHD.transpose(0, 1)[None],
         k_KGD.transpose(0, 1)[None],
@@ -262,6 +266,33 @@ def attend(  # noqa: PLR0913  as torch's own
         enable_gqa=True,
     )[0]
     return out_HQD.transpose(0, 1)[-num_queries:]
+
+
+def _attend_stacked(
+    q_QHD: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Compute `attend` with the queries of all heads that read the same keys as rows of one product.
+
+    Torch would copy keys and values for each query head, and turn the mask into numbers in every layer.
+    """
+    (num_queries, num_heads, head_dim), (num_keys, num_kv_heads, _) = q_QHD.shape, k_KGD.shape
+    num_shared = num_heads // num_kv_heads
+    mask = _stacked_mask(num_queries, num_keys, window, num_shared, q_QHD.dtype)
+    q_GNQD = q_QHD.reshape(num_queries, num_kv_heads, num_shared, head_dim).permute(1, 2, 0, 3)
+    k_GKD, v_GKD = k_KGD.transpose(0, 1), v_KGD.transpose(0, 1)
+    out_GRD = F.scaled_dot_product_attention(
+        q_GNQD.flatten(1, 2)[None], k_GKD[None], v_GKD[None], attn_mask=mask, scale=scale
+    )[0]
+    return out_GRD.view(q_GNQD.shape).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+@lru_cache(maxsize=4)
+def _stacked_mask(
+    num_queries: int, num_keys: int, window: int | None, num_shared: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what is added to logits [N * Q, K] of the last Q tokens: 0 for keys that they see, else minus infinity."""
+    is_seen = causal_mask(num_queries, num_keys, window, torch.device("cpu"))
+    return torch.zeros(is_seen.shape, dtype=dtype).masked_fill(~is_seen, -torch.inf).repeat(num_shared, 1)
 
 
 def attend_by_logits(  # noqa: PLR0913  as `attend`
@@ -296,6 +327,9 @@ def attend_by_logits(  # noqa: PLR0913  as `attend`
 _LEAST_SQUARE = 640
 """From so many queries on, those behind a short context are computed as the end of a square: 0.64 to 0.85 of the time
 with a mask on an AMD EPYC, one thread; fewer are slower. The result is bit-identical."""
+_MOST_STACKED = 64
+"""Most queries for which `_attend_stacked` is used. It takes 0.53, 0.75, 0.80 and 0.96 of the time for 2, 8, 32 and 64
+queries on a Xeon with AMX, one thread, 9 query and 3 key heads of 64, 1,096 keys in bfloat16."""
 _ROWS_WITH_GAPS = 64
 """Queries with gaps that are computed at a time; few, so that tokens after all of them are left out."""
 

@@ -184,9 +184,13 @@ def rotation_from_zero(
 def _angles(num_tokens: int, inv_freq_LP: torch.Tensor, first_position: int) -> torch.Tensor:
     """The angles of consecutive positions, as the decoder rounds them, float64 [L, T, P]; [1, T, P] if layers agree."""
     positions_T = torch.arange(first_position, first_position + num_tokens, device=inv_freq_LP.device)
-    is_same = bool((inv_freq_LP == inv_freq_LP[0]).all())
-    inv_freq_L1P = (inv_freq_LP[:1] if is_same else inv_freq_LP)[:, None, :]
-    return (positions_T.float()[None, :, None] * inv_freq_L1P).double()
+    return (positions_T.float()[None, :, None] * of_distinct_layers(inv_freq_LP)[:, None, :]).double()
+
+
+def of_distinct_layers(inv_freq_LP: torch.Tensor) -> torch.Tensor:
+    """Return [1, P] if all layers rotate alike, else [L, P]."""
+    is_same = len(inv_freq_LP) == 1 or bool((inv_freq_LP == inv_freq_LP[0]).all())
+    return inv_freq_LP[:1] if is_same else inv_freq_LP
 
 
 def rotate(x_THD: torch.Tensor, cos_T1P: torch.Tensor, sin_T1P: torch.Tensor) -> torch.Tensor:
