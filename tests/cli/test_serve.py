@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from stillroom.errors import EngineUnavailableError
 from stillroom.server.loading import Loading
 from stillroom.server.run import HttpServer
 from tests.cli.harness import Opened, Run
@@ -208,6 +209,30 @@ def test_serve_creates_a_missing_knowledge_base(
 
     assert found.code == 0 and "new has no documents yet: stillroom add PATH --kb new" in found.err
     assert [create for _, _, create in opened.calls] == [True]
+
+
+def test_front_waits_for_its_first_engine(
+    run: Run,
+    opened: Opened,
+    fake: FakeStillroom,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Fronts and engines of a cluster start in any order."""
+    monkeypatch.setattr(HttpServer, "run", lambda _, load, *__: load(Loading()))
+    outcomes: list[str | None] = []
+
+    def warm_up() -> None:
+        if outcome := outcomes.pop(0):
+            raise EngineUnavailableError(outcome)
+
+    monkeypatch.setattr(fake, "warm_up", warm_up)
+    outcomes += ["no engine took requests within 30 s", "no engine took requests within 30 s", None]
+    assert run("serve", "--port", "0", "--engines", "http://127.0.0.1:9").code == 0 and not outcomes
+    assert caplog.text.count("the server waits for an engine") == 2
+
+    outcomes += ["the server is away"]
+    assert run("serve", "--port", "0", "--base-url", "http://127.0.0.1:9/v1").code == 1
 
 
 def test_thread_switch_interval_is_short_while_serving() -> None:

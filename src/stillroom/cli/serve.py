@@ -36,13 +36,17 @@ from stillroom.cli.options import (
 )
 from stillroom.cli.own_engines import NoEngines, engines_of
 from stillroom.config.settings import StillroomConfig
+from stillroom.errors import EngineUnavailableError
 from stillroom.supervision.replicas import Replicas
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from stillroom.rag.stillroom import Stillroom
     from stillroom.server.auth.guard import AccessConfig
     from stillroom.server.loading import Loading
+
+logger = logging.getLogger(__name__)
 
 _BACKGROUND_WORK = (
     "stillroom.cluster.front_engines",
@@ -202,10 +206,21 @@ class _ServedApp:
         self._notify(f"loading {own.model_name} ...")
         self._engines.start(partial(setattr, loading, "step"))
         loading.step = "loading the model and the indexes"
-        own.warm_up()
+        self._warm_up(own, loading)
         config = self._settings.server
         tracing = self._opened.enter_context(exporting(config.otlp_endpoint))
         return create_app(own, tenants=tenants, keys=access.keys, host=config.host, tracing=tracing)
+
+    def _warm_up(self, own: "Stillroom", loading: "Loading") -> None:
+        """Load everything. A front waits for its first engine without limit, because both may start in any order."""
+        while True:
+            try:
+                return own.warm_up()
+            except EngineUnavailableError as error:
+                if self._settings.engine.kind != "cluster":
+                    raise
+                loading.step = "waiting for an engine"
+                logger.warning("%s; the server waits for an engine", error)
 
 
 def end_process() -> NoReturn:
