@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 # Stillroom on the CPU. No generator's weights: mount a checkpoint, or name one of the hub and mount its cache.
 #   docker build -t stillroom .
+#   docker build -t stillroom --build-arg EXTRAS=postgresql .     # with optional parts, separated by commas
 #   docker run --rm -v stillroom:/data stillroom keys add me --keys /data/keys.json
 #   docker run --rm -p 8321:8321 -v stillroom:/data stillroom serve --keys /data/keys.json
 
@@ -12,9 +13,10 @@ ENV PATH=/opt/stillroom/bin:$PATH
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY src ./src
+ARG EXTRAS=""
 # Torch's CPU build, in the range that pyproject.toml allows: PyPI's has CUDA with it, some gigabytes.
 RUN pip install --index-url https://download.pytorch.org/whl/cpu 'torch>=2.6,<2.14' \
-    && pip install .
+    && pip install ".${EXTRAS:+[$EXTRAS]}"
 
 FROM python:3.12-slim-bookworm
 RUN useradd --uid 10001 --create-home --home-dir /home/stillroom --shell /usr/sbin/nologin stillroom \
