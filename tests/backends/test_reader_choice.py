@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillroom.backends.reader.choose import NO_ANSWER, ScoreScale, choose, quote
+from stillroom.backends.reader.choose import NO_ANSWER, ScoreScale, choose, quote, ranked_score
 from stillroom.core.sentences import sentence_at, sentences
 from stillroom.models.reader import Reading
 
@@ -25,7 +25,7 @@ def test_the_best_reading_is_quoted_with_the_number_of_its_source() -> None:
     answer = choose(texts, readings, ScoreScale.of({}))
     assert answer.text == "Cusco lies at 3,400 m. [2]"
     assert answer.highlight is not None and answer.text[slice(*answer.highlight)] == "3,400 m"
-    assert answer.confidence == pytest.approx(0.7311, abs=1e-4)
+    assert answer.confidence == pytest.approx(0.7058, abs=1e-4), "of the score lowered by its rank"
 
 
 def test_a_score_below_the_threshold_is_no_answer() -> None:
@@ -46,6 +46,12 @@ def test_of_equal_scores_the_earlier_chunk_answers() -> None:
     later_is_better = [equal[0], Reading((0, 4), (0, 14), 1.4)]
     assert choose(texts, later_is_better, ScoreScale.of({})).text.endswith("[2]")
     assert choose(texts, equal, ScoreScale.of({})).confidence == pytest.approx(0.6225, abs=1e-4)
+
+
+def test_later_chunks_need_a_higher_score_up_to_the_fifth() -> None:
+    lowered = [2.0 - ranked_score(2.0, rank) for rank in range(8)]
+    assert lowered[0] == 0 and lowered == sorted(lowered)
+    assert lowered[1] == 0.25 and lowered[4] == lowered[7] == pytest.approx(0.5805, abs=1e-4)
 
 
 def test_line_breaks_in_a_sentence_become_blanks() -> None:

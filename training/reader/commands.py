@@ -298,19 +298,21 @@ def threshold(  # noqa: PLR0913  options of a command
     from stillroom.models.reader import load_reader
     from training.reader import held_out
     from training.reader.examples import technical_files
+    from training.reader.neighbours import embedder
     from training.reader.paraphrases import in_other_words
     from training.reader.threshold import choose, read_sets, report, write_scale
-    from training.reader.train import Recipe
+    from training.reader.train import SPEC, Recipe
 
     reader = load_reader(model, _embedder(), _dtype(dtype, threads))
     sets = {
         "reading-qa, held-out titles": held_out.people(shared / READING_QA, prepared, Recipe().skipped),
         "technical, held-out passages": held_out.technical(technical_files(questions), prepared),
     }
-    outcomes = read_sets(reader, sets, passages)
+    embed = embedder(_embedder(), SPEC, _dtype(dtype, threads))
+    outcomes = read_sets(reader, sets, passages, embed)
     chosen = choose(outcomes, answered)
     write_scale(model, chosen)
-    outcomes |= read_sets(reader, in_other_words(sets), passages)
+    outcomes |= read_sets(reader, in_other_words(sets), passages, embed)
     _write(out, report(outcomes, chosen, passages))
 
 

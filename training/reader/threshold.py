@@ -1,8 +1,9 @@
 """Chooses the score below which the reader says that the documents do not say.
 
 Each held-out question is read over k passages twice: its own passage with the k - 1 most similar wrong ones, and k
-wrong ones. The threshold answers a given share of the first; the share of the second that it refuses is reported. Sets
-weigh the same, however many questions they have.
+wrong ones, both in the order of their similarity to the question, as a search gives them. The threshold answers a
+given share of the first; the share of the second that it refuses is reported. Sets weigh the same, however many
+questions they have.
 
 The same outcomes tell what a score means: a logistic curve gives the probability that the quoted sentence holds the
 answer (Platt 1999), if half of the questions have their passage.
@@ -18,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 
-from stillroom.backends.reader.choose import ScoreScale
+from stillroom.backends.reader.choose import ScoreScale, ranked_score
 from stillroom.models.reader import Reader
 from training.reader.evaluate import figure, holds_answer
 from training.reader.held_out import HeldOutQuestion
+from training.reader.neighbours import Embed
 
 _PRIOR = 1e-3
 
@@ -40,25 +42,48 @@ class Outcome:
 
 
 def read_sets(
-    reader: Reader, sets: Mapping[str, Sequence[HeldOutQuestion]], num_passages: int
+    reader: Reader, sets: Mapping[str, Sequence[HeldOutQuestion]], num_passages: int, embed: Embed
 ) -> dict[str, list[Outcome]]:
-    """Read every question that has enough wrong passages."""
+    """Read every question that has enough wrong passages.
+
+    Args:
+        embed: ranks the passages of a question as a search would.
+    """
+    asked = {name: [one for one in each if len(one.wrong) >= num_passages] for name, each in sets.items()}
     return {
-        name: [_outcome(reader, one, num_passages) for one in questions if len(one.wrong) >= num_passages]
-        for name, questions in sets.items()
+        name: [
+            _outcome(reader, one, near) for one, near in zip(each, similarities(each, num_passages, embed), strict=True)
+        ]
+        for name, each in asked.items()
     }
 
 
-def _outcome(reader: Reader, question: HeldOutQuestion, num_passages: int) -> Outcome:
-    wrong = question.wrong[:num_passages]
-    passages = [question.gold, *wrong]
-    readings = reader.read(question.text, passages)
-    scores = [-np.inf if reading is None else reading.score for reading in readings]
-    best = int(np.argmax(scores[:num_passages]))
-    reading = readings[best]
-    assert reading is not None
-    is_right = best == 0 and holds_answer(reading, question.gold, question.answers)
-    return Outcome(scores[best], is_right, float(max(scores[1:])), question.title)
+def similarities(questions: Sequence[HeldOutQuestion], num_passages: int, embed: Embed) -> NDArray[np.float32]:
+    """Return how similar each question is to its own passage and to the first k wrong ones, [questions, k + 1]."""
+    if not questions:
+        return np.empty((0, num_passages + 1), np.float32)
+    read = [
+        [f"{one.heading}\n{one.text}" for one in (question.gold, *question.wrong[:num_passages])]
+        for question in questions
+    ]
+    place = {text: number for number, text in enumerate(dict.fromkeys(text for own in read for text in own))}
+    vectors, asked = embed(list(place)), embed([one.text for one in questions])
+    return np.stack([vectors[[place[text] for text in own]] @ one for own, one in zip(read, asked, strict=True)])
+
+
+def _outcome(reader: Reader, question: HeldOutQuestion, near: NDArray[np.float32]) -> Outcome:
+    """Read the own passage, number 0, and as many wrong ones as `near` has others."""
+    readings = reader.read(question.text, [question.gold, *question.wrong[: len(near) - 1]])
+
+    def best(passages: Sequence[int]) -> tuple[float, int]:
+        ordered = sorted(passages, key=lambda number: -near[number])
+        found = [(rank, number, readings[number]) for rank, number in enumerate(ordered)]
+        return max((ranked_score(one.score, rank), number) for rank, number, one in found if one is not None)
+
+    present, number = best(range(len(near) - 1))
+    own = readings[0]
+    is_right = number == 0 and own is not None and holds_answer(own, question.gold, question.answers)
+    return Outcome(present, is_right, best(range(1, len(near)))[0], question.title)
 
 
 def choose(outcomes: Mapping[str, Sequence[Outcome]], answered: float) -> ScoreScale:

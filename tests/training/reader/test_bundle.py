@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from stillroom.backends.reader.choose import ScoreScale
@@ -27,7 +28,15 @@ from training.reader.device_train import DeviceRecipe
 from training.reader.evaluate import evaluate, open_reader
 from training.reader.examples import ExampleSet
 from training.reader.held_out import HeldOutQuestion, xquad
-from training.reader.threshold import Outcome, calibration_error, choose, read_sets, report, write_scale
+from training.reader.threshold import (
+    Outcome,
+    calibration_error,
+    choose,
+    read_sets,
+    report,
+    similarities,
+    write_scale,
+)
 from training.reader.train import CHECKPOINT, Trainer, from_encoder, read_encoder
 
 
@@ -127,19 +136,27 @@ def asked(gold: str, wrong: Sequence[str], title: str = "a") -> HeldOutQuestion:
     return HeldOutQuestion("?", ("yes",), Passage(gold), tuple(Passage(one) for one in wrong), title)
 
 
+def embed(texts: Sequence[str]) -> NDArray[np.float32]:
+    """Make the passage "yes 3" less similar to the question than all others, and "yes 5" more."""
+    near = {"?": 1.0, "\nyes 5": 0.9, "\nyes 3": 0.1}
+    return np.array([[near.get(text, 0.5)] for text in texts], np.float32)
+
+
 def test_questions_are_read_with_their_passage_and_without() -> None:
     questions = [
         asked("yes 5", ["no 1", "no 2", "no 9"]),
         asked("yes 3", ["no 4", "no 2", "no 1"], "b"),
         asked("yes 1", ["no 0"], "c"),
     ]
-    found = read_sets(FAKE, {"set": questions}, 3)
-    assert found["set"] == [Outcome(5.0, True, 9.0, "a"), Outcome(4.0, False, 4.0, "b")], "the third has too few"
+    found = read_sets(FAKE, {"set": questions}, 3, embed)
+    third = 9.0 - 0.25 * np.log2(3)
+    assert found["set"] == [Outcome(5.0, True, third, "a"), Outcome(4.0, False, 4.0, "b")], "the third has too few"
+    np.testing.assert_allclose(similarities(questions[:2], 2, embed), [[0.9, 0.5, 0.5], [0.1, 0.5, 0.5]])
     result = report(found, ScoreScale(4.5, 1.0, 0.0), 3)
     (row,) = result["sets"]
     assert [one["value"] for one in row["figures"]] == [0.5, 0.5, 0.5] and row["questions"] == 2
     with pytest.raises(ValueError, match="lower --passages"):
-        choose(read_sets(FAKE, {"set": questions}, 5), 0.9)
+        choose(read_sets(FAKE, {"set": questions}, 5, embed), 0.9)
 
 
 def test_answers_and_scores_are_evaluated() -> None:
@@ -172,7 +189,7 @@ def test_card_states_counts_figures_and_licences(reading_qa: Path, technical: Pa
     text = card(counts, [], None, read_report(tmp_path / "threshold.json"))
     assert "Not evaluated." in text and "No threshold was chosen." in text and "The run has no log." in text
     figures = evaluate(FAKE, "xquad", [asked("yes 5", ["no 1"])])
-    refusals = report(read_sets(FAKE, {"held out": [asked("yes 5", ["no 1"])]}, 1), ScoreScale(2.5, 1.0, 0.0), 1)
+    refusals = report(read_sets(FAKE, {"held out": [asked("yes 5", ["no 1"])]}, 1, embed), ScoreScale(2.5, 1.0, 0.0), 1)
     recipe = {name: getattr(RECIPE, name) for name in RECIPE.__slots__}
     log: list[dict[str, Any]] = [{"step": 0, "recipe": recipe}, {"step": 6, "loss": 3.14159}]
     text = card(counts, log, {"sets": [figures]}, refusals)
