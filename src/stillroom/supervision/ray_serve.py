@@ -71,13 +71,14 @@ class Entry:
         """
         self._list = engines
         self._front: ServedProcess | None = None
-        if options.front_port:
-            where = ["--port", str(options.front_port), "--engines", f"list+{options.list_url}"]
-            self._front = ServedProcess(options.command("serve", *where))
+        where = ["--port", str(options.front_port), "--engines", f"list+{options.list_url}"]
+        self._command = options.command("serve", *where) if options.front_port else None
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         if self._front is not None:
             self._front.check()
+        elif self._command is not None and (await self._list.reply.remote())[0]:  # there is an engine
+            self._front = ServedProcess(self._command)
 
     async def __call__(self) -> PlainTextResponse:
         text, status = await self._list.reply.remote()
