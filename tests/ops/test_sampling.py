@@ -141,6 +141,16 @@ def test_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SampleS
     assert together == [sample(torch.tensor([logits]), [one])[0] for logits, one in batch]
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}])
+def test_last_digits_of_logits_change_no_draw(cut: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((200, 5_000), generator=generator) * 0.1
+    changed = logits + torch.randn(logits.shape, generator=generator) * 1e-6
+    specs = [spec(uniform=(row + 0.5) / 200, temperature=1.0, **cut) for row in range(200)]
+    assert (logits.argsort() != changed.argsort()).any(dim=1).sum() > 150, "orders by probability differ"
+    assert sample(logits, specs) == sample(changed, specs)
+
+
 def test_frequencies_follow_the_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     specs = [spec(temperature=1.0, uniform=uniform_at(7, index)) for index in range(4000)]

@@ -41,7 +41,7 @@ def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     Temperature 0 picks the most likely token (the lowest id in a tie). Otherwise logits are divided by the temperature,
     tokens sorted by probability (ties by id) and cut: to the first `top_k`; to the fewest of these whose probabilities
     reach `top_p` of their sum; to those at least `min_p` times as likely as the first. The row's uniform number picks
-    among them by inverse cumulative distribution.
+    among them by inverse cumulative distribution, in the order of their ids.
     """
     logits_BV = _adjusted(logits_BV, specs)
     token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
@@ -131,20 +131,35 @@ def _draw(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     """Draw a token for each row; overwrites the logits.
 
     Sorting a whole vocabulary takes longer than a layer of the model, so only the most likely tokens are sorted first.
-    A row whose draw they do not decide is sorted as a whole.
+    A row whose cut they do not decide is sorted as a whole.
     """
     temperatures_R1 = _column([min(spec.params.temperature, _FINITE.max) for spec in specs], logits_RV)
     # the maximum becomes 0, so that no quotient overflows
     scaled_RV = logits_RV.sub_(logits_RV.amax(-1, keepdim=True)).div_(temperatures_R1)
     size = scaled_RV.shape[-1]
-    num_tried = NUM_TRIED if size > 4 * NUM_TRIED else size
-    token_ids, is_decided = _pick(scaled_RV, num_tried, specs)
-    rest = [row for row, decided in enumerate(is_decided) if not decided]
-    if rest:
-        picked, _ = _pick(scaled_RV[rest], size, [specs[row] for row in rest])
-        for row, token_id in zip(rest, picked, strict=True):
+    token_ids = [0] * len(specs)
+
+    def pick(rows: list[int], num_tried: int) -> list[int]:
+        """Draw for these rows; return those that need more tokens."""
+        if not rows:
+            return []
+        picked, is_decided = _pick(scaled_RV[rows], num_tried, [specs[row] for row in rows])
+        for row, token_id in zip(rows, picked, strict=True):
             token_ids[row] = token_id
+        return [row for row, decided in zip(rows, is_decided, strict=True) if not decided]
+
+    uncut = [row for row, spec in enumerate(specs) if _is_uncut(spec)]
+    if uncut:
+        picked = _inverse_cumulative(scaled_RV[uncut].double().exp(), [specs[row] for row in uncut])
+        for row, token_id in zip(uncut, picked[:, 0].tolist(), strict=True):
+            token_ids[row] = token_id
+    cut = [row for row, spec in enumerate(specs) if not _is_uncut(spec)]
+    pick(pick(cut, NUM_TRIED if size > 4 * NUM_TRIED else size), size)
     return token_ids
+
+
+def _is_uncut(spec: SampleSpec) -> bool:
+    return spec.params.top_k == 0 and spec.params.top_p == 1.0 and spec.params.min_p == 0.0
 
 
 def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) -> tuple[list[int], list[bool]]:
@@ -153,8 +168,11 @@ def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) 
     sorted_RC, order_RC = _likeliest(scaled_RV, num_tried)
     weights_RC = (sorted_RC - sorted_RC[:, :1]).double().exp()  # the first weighs 1
     cumulative_RC = weights_RC.cumsum(dim=-1)
-    reached_R1 = cumulative_RC[:, -1:]
-    all_R1 = reached_R1 if num_tried == size else (scaled_RV - sorted_RC[:, :1]).exp().sum(-1, True, dtype=torch.double)
+    all_R1 = (
+        cumulative_RC[:, -1:]
+        if num_tried == size
+        else (scaled_RV - sorted_RC[:, :1]).exp().sum(-1, True, dtype=torch.double)
+    )
 
     top_k = _column([min(spec.params.top_k or size, size) for spec in specs], cumulative_RC).long()
     top_p = _column([spec.params.top_p for spec in specs], cumulative_RC)
@@ -165,16 +183,27 @@ def _pick(scaled_RV: torch.Tensor, num_tried: int, specs: Sequence[SampleSpec]) 
     likely = (weights_RC >= min_p).sum(-1, True)
     num_kept = nucleus.minimum(top_k).minimum(likely).clamp(max=num_tried)
     num_kept = num_kept.minimum((weights_RC > 0).sum(-1, True)).clamp(min=1)
-    is_closed = is_mass_known & ((nucleus <= num_tried) | (likely < num_tried)) | (num_tried == size)
-    is_uncut = (top_k == size) & (top_p == 1.0) & (min_p == 0.0)
-
-    kept_mass = torch.where(is_closed, cumulative_RC.gather(1, num_kept - 1), all_R1)
-    target = _column([spec.uniform for spec in specs], cumulative_RC) * kept_mass
-    picked = (cumulative_RC <= target).sum(-1, True).minimum(num_kept - 1)
-    is_decided = is_closed | (is_uncut & (target < reached_R1))
+    is_decided = is_mass_known & ((nucleus <= num_tried) | (likely < num_tried)) | (num_tried == size)
     if num_tried < size:  # a tie with the last of the sorted tokens may have a lower id that was left out
-        is_decided &= sorted_RC.gather(1, picked) > sorted_RC[:, -1:]
-    return order_RC.gather(1, picked)[:, 0].tolist(), is_decided[:, 0].tolist()
+        is_decided &= sorted_RC.gather(1, num_kept - 1) > sorted_RC[:, -1:]
+
+    weights_RC[torch.arange(num_tried, device=num_kept.device) >= num_kept] = 0.0
+    ids_RC, by_id = order_RC.sort(dim=-1)
+    picked = _inverse_cumulative(weights_RC.gather(1, by_id), specs)
+    return ids_RC.gather(1, picked)[:, 0].tolist(), is_decided[:, 0].tolist()
+
+
+def _inverse_cumulative(weights_RN: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
+    """Return the index that each row's uniform number picks, [R, 1].
+
+    Args:
+        weights_RN: float64, in the order of the tokens' ids: in the order of probability, a change of the last digits
+            of two logits swaps their tokens.
+    """
+    cumulative_RN = weights_RN.cumsum(dim=-1)
+    target = _column([spec.uniform for spec in specs], cumulative_RN) * cumulative_RN[:, -1:]
+    last = (cumulative_RN < cumulative_RN[:, -1:]).sum(-1, True)  # the last token with a weight
+    return (cumulative_RN <= target).sum(-1, True).minimum(last)
 
 
 def _likeliest(scaled_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,12 +235,13 @@ def sample_reference(logits: Sequence[float], spec: SampleSpec) -> int:
         if nucleus >= params.top_p * total:
             break
     kept = [weight for weight in kept if weight >= params.min_p]  # the first weighs 1
+    by_id = sorted(zip(order, kept, strict=False))
     target, cumulative = spec.uniform * math.fsum(kept), 0.0
-    for token, weight in zip(order, kept, strict=False):
+    for token, weight in by_id:
         cumulative += weight
         if cumulative > target:
             return token
-    return order[len(kept) - 1]
+    return max(token for token, weight in by_id if weight > 0)
 
 
 def _adjusted_reference(logits: Sequence[float], spec: SampleSpec) -> list[float]:
