@@ -91,7 +91,9 @@ class Entry:
 
 def app(options: Options) -> Any:
     """Build the application."""
-    engines = serve.deployment(EngineList).bind()
+    no_processor = {"num_cpus": 0}
+    engines = serve.deployment(ray_actor_options=no_processor)(EngineList).bind()
     resources = {"num_cpus": options.cpus, "num_gpus": options.gpus}
     watched = serve.deployment(num_replicas=options.engines, ray_actor_options=resources, **_HEALTH)
-    return serve.deployment(**_HEALTH)(Entry).bind(options, engines, watched(Engine).bind(options, engines))
+    entry = serve.deployment(ray_actor_options=no_processor, **_HEALTH)(Entry)
+    return entry.bind(options, engines, watched(Engine).bind(options, engines))
