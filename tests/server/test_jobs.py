@@ -45,7 +45,7 @@ class SlowStillroom(FakeStillroom):
         finally:
             self.ended.append(name)
 
-    def for_tenant(self, *_: object) -> FakeStillroom:
+    def for_tenant(self, *_: object, create: bool = True) -> FakeStillroom:
         return FakeStillroom()
 
 

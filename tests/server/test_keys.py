@@ -39,7 +39,7 @@ class MultiTenantFake(FakeStillroom):
         super().__init__()
         self.made: dict[str, Path] = {}
 
-    def for_tenant(self, path: Path, tenant: str) -> FakeStillroom:
+    def for_tenant(self, path: Path, tenant: str, *, create: bool = True) -> FakeStillroom:
         self.made[tenant] = path
         return FakeStillroom({f"{tenant}.md": f"of {tenant}"})
 
@@ -208,7 +208,7 @@ def test_tenant_without_a_folder_is_refused_and_logged_once(tmp_path: Path, capl
 
 def test_knowledge_base_that_cannot_be_opened_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(MultiTenantFake):
-        def for_tenant(self, path: Path, tenant: str) -> FakeStillroom:
+        def for_tenant(self, path: Path, tenant: str, *, create: bool = True) -> FakeStillroom:
             raise CorruptKnowledgeBaseError(f"{path} is damaged")
 
     path = tmp_path / "keys.json"

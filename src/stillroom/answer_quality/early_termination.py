@@ -74,9 +74,10 @@ class TerminatingModel:
         """See `CausalModel`."""
         plan = packed.plan
         spans = plan.spans if isinstance(plan, AttentionPlan) else ()
-        if not self._window or len(spans) != 1 or spans[0].places is None or not self._chunks:
+        places_T = _places(spans[0]) if len(spans) == 1 and self._window and self._chunks else None
+        if places_T is None or not (places_T[0] < self._chunks[-1].stop and places_T[-1] >= self._question.start):
             return self._model.hidden_states(packed, layer_kv, observer)
-        ending = _Ending(spans[0], packed.slots_T, self._chunks, self._question, self._window)
+        ending = _Ending(spans[0], places_T, packed.slots_T, self._chunks, self._question, self._window)
         observers = AttentionObservers([ending] if observer is None else [ending, observer])
         found = self._model.hidden_states(packed, ending.watched(layer_kv), observers)
         self.termination = Termination(ending.layer, ending.num_ended, self._model.spec.num_layers)
@@ -86,16 +87,27 @@ class TerminatingModel:
         return getattr(self._model, name)
 
 
+def _places(span: AttentionSpan) -> torch.Tensor:
+    """Return the index in the context of each query, [queries]."""
+    if span.places is not None:
+        return span.places
+    return torch.arange(span.num_context_tokens - (span.query_end - span.query_start), span.num_context_tokens)
+
+
 class _Ending:
     """Observes one pass, and puts old KV back where recomputation has ended."""
 
     def __init__(
-        self, span: AttentionSpan, slots_T: torch.Tensor, chunks: Sequence[range], question: range, window: int
+        self,
+        span: AttentionSpan,
+        places_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        chunks: Sequence[range],
+        question: range,
+        window: int,
     ) -> None:
-        assert span.places is not None
-        self._span, self._slots_T, self._chunks = span, slots_T, chunks
-        self._places_T = span.places
-        self._is_question_T = (span.places >= question.start) & (span.places < question.stop)
+        self._span, self._places_T, self._slots_T, self._chunks = span, places_T, slots_T, chunks
+        self._is_question_T = (places_T >= question.start) & (places_T < question.stop)
         self._finder = FocusFinder(len(chunks), window)
         self._ended_slots: torch.Tensor | None = None
         self._kept: tuple[LayerTensors, LayerTensors] | None = None

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stillroom.backends.base import Load, PreparedPrompt
+from stillroom.backends.engine_readings import engine_readings
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.backends.token_backend import TokenBackend
 from stillroom.backends.tool_chat import call_format
 from stillroom.cluster.directory import EngineDirectory
-from stillroom.cluster.front_engines import Expected, engine_name
+from stillroom.cluster.front_engines import Expected
 from stillroom.config.engine_address import parse_engine_addresses
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
@@ -107,12 +108,7 @@ class ClusterBackend(TokenBackend):
     def readings(self) -> Readings:
         counts = self.engine.counts
         return {
-            catalogue.ENGINES_ALIVE: {
-                (address, engine_name(address)): is_alive for address, is_alive in self.engine.alive.items()
-            },
-            catalogue.ENGINE_STREAMS: {address: one.num_sent for address, one in counts.items()},
-            catalogue.ENGINE_BROKEN: {address: one.num_broken for address, one in counts.items()},
-            catalogue.ENGINE_REFUSED: {address: one.num_refused for address, one in counts.items()},
+            **engine_readings(counts, self.engine.alive),
             catalogue.ENGINE_LOSSES: {address: one.num_losses for address, one in counts.items()},
             catalogue.ENGINE_PREDICTED: {address: one.predicted_seconds for address, one in counts.items()},
             catalogue.ENGINE_FIRST_TOKEN: {address: one.first_token_seconds for address, one in counts.items()},

@@ -8,6 +8,7 @@ from stillroom.backends.base import Load, PreparedPrompt
 from stillroom.backends.chat_prompt import chat_prompt, chat_text
 from stillroom.backends.conversation import NO_HISTORY, History, new_chunks
 from stillroom.backends.document_order import PrefixOrder
+from stillroom.backends.engine_readings import engine_readings
 from stillroom.backends.prompt_builder import (
     INSTRUCTIONS,
     PromptBuilder,
@@ -19,7 +20,6 @@ from stillroom.backends.prompt_builder import (
 )
 from stillroom.backends.prompt_names import Part, parts_of_question, parts_of_raw, request_of
 from stillroom.backends.tool_chat import ToolChat
-from stillroom.cluster.front_engines import engine_name
 from stillroom.config.settings import EnginePrompt, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -36,7 +36,6 @@ from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import ConfigError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
-from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 
 WrittenPrompt = tuple[RemotePrompt, tuple[ChunkId, ...]]
@@ -185,13 +184,8 @@ class OpenAIBackend:
 
     def readings(self) -> Readings:
         """Return the requests of each server, and whether it gets any now."""
-        states = self._engine.servers.states()
-        return {
-            catalogue.ENGINES_ALIVE: {(one.url, engine_name(one.url)): one.is_available for one in states},
-            catalogue.ENGINE_STREAMS: {one.url: one.num_sent for one in states},
-            catalogue.ENGINE_BROKEN: {one.url: one.num_broken for one in states},
-            catalogue.ENGINE_REFUSED: {one.url: one.num_refused for one in states},
-        }
+        states = {one.url: one for one in self._engine.servers.states()}
+        return engine_readings(states, {url: one.is_available for url, one in states.items()})
 
     def for_tenant(self, salt: str, tenant: str) -> "OpenAIBackend":
         if not self._options.sends_salt:
