@@ -31,7 +31,11 @@ from stillroom_bench.quality.prompt_reader import PromptReader
 TOP_SHARES = (0.1, 0.2, 0.3)
 """Shares of a chunk's tokens, those with most attention to earlier chunks."""
 _EQUAL_INFLUENCE = context_impact(1.0, 1.0)
-"""CCI of a chunk whose tokens attend to a token outside as much as to one inside (a = b)."""
+"""CCI of a chunk with a = b (Eq. 9), our bound for a highly contextualised one; the paper names none.
+
+a sums the mean weights between the chunk and each earlier one, and b divides the sum of n (n - 1) / 2 weights by the
+square of n. So a > b does not say that a token outside has more attention than one inside.
+"""
 _NOTES = (
     "Attention is the mean over heads and layers, of all chunks of a prompt but its first. Inter: sum over the tokens "
     "of earlier chunks (Eq. 3). Intra: over earlier tokens of the chunk (Eq. 4). CCI: Eq. 11. Intervals: 95 %, over "
