@@ -70,6 +70,19 @@ def test_every_report_exists() -> None:
     assert not [path for path in reports if not (ROOT / path).is_file()]
 
 
+def test_reports_of_a_changed_tree_are_named() -> None:
+    named = next(line for line in PAGE.splitlines() if line.startswith("- **Commits**"))
+    changed = [
+        path
+        for path in dict.fromkeys(REPORT_LINK.findall(PAGE))
+        if re.search(r"at commit `\w+\+changes`", (ROOT / path).read_text(encoding="utf-8"))
+    ]
+
+    assert changed
+    for path in changed:
+        assert Path(path).stem[len("2026-11-21-") :] in re.findall(r"[\w-]+", named), path
+
+
 def test_every_file_exists_and_every_mechanism_has_one() -> None:
     for row in MECHANISMS:
         files = re.findall(r"`([\w/]+\.py)`", row[2])
