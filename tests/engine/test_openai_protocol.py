@@ -14,7 +14,7 @@ STREAM = b": hello\r\ndata: a\r\n\r\nevent: x\ndata:b\ndata: c\n\n\n\rdata: \xc3
 
 @given(st.lists(st.integers(0, len(STREAM))))
 def test_events_do_not_depend_on_how_bytes_are_cut(cuts: list[int]) -> None:
-    decoder = SseDecoder()
+    decoder = SseDecoder("http://host")
     places = [0, *sorted(cuts), len(STREAM)]
     found = [data for start, end in zip(places, places[1:], strict=False) for data in decoder.push(STREAM[start:end])]
     found += decoder.push(b"\n")
@@ -23,8 +23,8 @@ def test_events_do_not_depend_on_how_bytes_are_cut(cuts: list[int]) -> None:
 
 
 def test_too_large_event_is_an_error() -> None:
-    decoder = SseDecoder()
-    with pytest.raises(EngineError, match="more than 4194304 bytes"):
+    decoder = SseDecoder("http://host")
+    with pytest.raises(EngineError, match="http://host sent an event of more than 4194304 bytes"):
         for _ in range(5):
             list(decoder.push(b"x" * 1024**2))
 
@@ -45,7 +45,7 @@ def test_too_large_event_is_an_error() -> None:
     ],
 )
 def test_events(data: str, progress: EventDelta) -> None:
-    assert read_event(data) == progress
+    assert read_event(data, "http://host", "m") == progress
 
 
 def test_neutral_sampling_values_are_sent() -> None:

@@ -17,8 +17,8 @@ from stillroom.engine.events import Route, TokenEvent
 from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ServerChoice
 from stillroom.engine.server_pool import ServerPool
-from stillroom.errors import EngineRefusedError, EngineUnavailableError
-from tests.engine.scripted import GOOD, STREAM_HEAD, Reply, ScriptedServer, delta, error, reply
+from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableError, PromptTooLongError
+from tests.engine.scripted import DONE, GOOD, STREAM_HEAD, Reply, ScriptedServer, delta, error, event, reply
 from tests.engine.test_openai_engine import CHAT, RemoteEngineFixture, read, text
 from tests.fakes import ManualClock
 
@@ -77,6 +77,54 @@ def test_failed_request_goes_to_another_server_at_once(failure: bytes) -> None:
         assert [event.route for event in answer] == [route] * 3
         assert servers.slept == [] and servers.num_asked == [1, 1]
         assert servers.scripted[0].asked[0].body == servers.scripted[1].asked[0].body
+
+
+BROKEN_REPLIES = [
+    STREAM_HEAD + event({"error": {"message": "out of memory", "code": 500}}),
+    STREAM_HEAD + delta("", "abort"),
+    STREAM_HEAD + b"data: {half\n\n",
+    STREAM_HEAD + b"data: " + b"[" * 100_000 + b"\n\n",
+    STREAM_HEAD,
+    STREAM_HEAD + DONE,
+    reply(200, {"hello": 1}),
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN_REPLIES)
+def test_reply_that_is_no_answer_is_a_failure_of_the_server(broken: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with talking([broken], [GOOD, GOOD]) as servers:
+        assert [servers.answered_by(0) for _ in range(2)] == [1, 1]
+        assert servers.num_asked == [1, 2], "it is avoided"
+        failed, _ = servers.engine.servers.states()
+        assert (failed.num_refused, failed.num_broken, failed.is_available) == (1, 0, False)
+        assert servers.slept == [] and f"{failed.url} " in caplog.text
+
+
+@pytest.mark.parametrize("rest", [event({"error": "oh"}), b"data: {half\n\n", delta("", "error")])
+def test_server_that_breaks_within_an_answer_is_avoided(rest: bytes) -> None:
+    with talking([STREAM_HEAD + delta("Twice ") + rest], [GOOD]) as servers:
+        error = servers.ask(0)[-1].error
+        assert isinstance(error, EngineError) and str(error).startswith(servers.scripted[0].url)
+        assert servers.answered_by(0) == 1
+        assert [one.num_broken for one in servers.engine.servers.states()] == [1, 0]
+
+
+def test_error_of_the_request_within_a_reply_is_not_a_failure_of_the_server() -> None:
+    bad = {"message": "bad top_p", "type": "invalid_request_error", "code": None}
+    long = {"message": "the request exceeds the available context size", "code": 400}
+    with talking([STREAM_HEAD + event({"error": one}) for one in (bad, long)], []) as servers:
+        assert isinstance(servers.ask(0)[-1].error, EngineRefusedError)
+        assert isinstance(servers.ask(0)[-1].error, PromptTooLongError)
+        assert servers.num_asked == [2, 0] and servers.engine.servers.states()[0].num_refused == 0
+
+
+def test_prompts_that_every_server_answers_with_nothing_do_not_lengthen_the_wait() -> None:
+    with talking([STREAM_HEAD] * 3, [STREAM_HEAD] * 3) as servers:
+        for _ in range(3):
+            assert "too long, lower search.top_k" in str(servers.ask(0)[-1].error)
+            servers.clock.advance(0.5)
+            assert [one.is_available for one in servers.engine.servers.states()] == [True, True]
+        assert servers.slept == []
 
 
 def test_busy_server_is_avoided_until_it_wants_requests_again() -> None:

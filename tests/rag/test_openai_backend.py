@@ -15,7 +15,7 @@ from stillroom.config.settings import EngineConfig, EnginePrompt, GenerationConf
 from stillroom.errors import ConfigError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.stillroom import Stillroom
-from tests.engine.scripted import GOOD, ScriptedServer, error
+from tests.engine.scripted import GOOD, STREAM_HEAD, ScriptedServer, error
 from tests.server.fakes import until
 from tests.server.harness import serving
 from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
@@ -197,15 +197,17 @@ def test_disconnect_of_a_client_is_passed_on_to_the_server(here: Stillroom, url:
 
 def test_failures_of_the_server_have_a_status(here: Stillroom, url: str) -> None:
     asked = {"messages": [{"role": "user", "content": QUESTION}]}
-    replies = [error(401, "no"), error(503, "full")]
+    replies = [error(401, "no"), STREAM_HEAD + b"data: {half\n\n", error(503, "full")]
     with (
         ScriptedServer(replies) as server,
         away(here, server.url, model="m", max_retries=0) as stillroom,
         serving(stillroom) as middle,
     ):
-        refused, full = (httpx.post(f"{middle}/v1/chat/completions", json=asked) for _ in range(2))
+        refused, broken, full = (httpx.post(f"{middle}/v1/chat/completions", json=asked) for _ in range(3))
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (502, "engine_refused")
+    assert (broken.status_code, broken.json()["error"]["code"]) == (502, "engine_refused")
+    assert broken.json()["error"]["message"].startswith(f"{server.url} sent an event that is not in OpenAI's format")
     assert (full.status_code, full.json()["error"]["code"]) == (503, "engine_unavailable")
     assert "stillroom_requests_total" in stillroom.metrics.render().decode()
 

@@ -42,7 +42,7 @@ class ServerState:
     """Requests that were sent and have not ended."""
     num_sent: int
     num_refused: int
-    """Requests that failed before their first token: no connection, HTTP 429 or 5xx."""
+    """Requests that failed before their first token: no connection, HTTP 429 or 5xx, a reply that is no answer."""
     num_broken: int
     """Requests whose answer broke off."""
 
@@ -132,7 +132,9 @@ class ServerBeliefs:
         if sent.at >= server.failed_at:
             server.num_failures, server.trial = 0, None
 
-    def on_failure(self, url: str, number: int, now: float, *, retry_after_s: float = 0.0, is_lost: bool) -> None:
+    def on_failure(
+        self, url: str, number: int, now: float, *, retry_after_s: float = 0.0, is_lost: bool, is_sure: bool = True
+    ) -> None:
         """Note that a server failed a request, and avoid the server for a while.
 
         Requests that were sent before a failure and fail after it count as the same failure.
@@ -140,13 +142,15 @@ class ServerBeliefs:
         Args:
             retry_after_s: the server's own wish.
             is_lost: without a connection; a server that comes back holds nothing.
+            is_sure: whether it is the server's failure. If the request may be the reason, the server is not avoided for
+                longer each time, so that requests of one client cannot keep it from others.
         """
         server = self._servers[url]
         sent = server.outstanding[number]
         server.num_broken += sent.has_begun
         server.num_refused += not sent.has_begun
         if sent.at >= server.failed_at:
-            server.num_failures += 1
+            server.num_failures = server.num_failures + 1 if is_sure else max(1, server.num_failures)
         server.failed_at = now
         wait_s = min(FIRST_WAIT_S * 2 ** min(server.num_failures - 1, _MAX_DOUBLINGS), self._max_wait_s)
         server.asked_until = max(server.asked_until, now + retry_after_s)

@@ -12,7 +12,7 @@ from typing import Any
 from stillroom.cluster.routed_request import RoutedRequest
 from stillroom.core.request import FinishReason, SamplingParams
 from stillroom.engine.events import RemoteUsage, Route
-from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
+from stillroom.errors import EngineRefusedError, EngineUnavailableError, PromptTooLongError, StillroomError, UsageError
 
 DONE = "[DONE]"
 """The data of the event that ends a stream."""
@@ -44,6 +44,10 @@ class ChatPrompt:
         system = [("system", self.system)] if self.system else []
         messages = [*system, *(one for turn in turns for one in turn), ("user", self.user)]
         return [{"role": role, "content": text} for role, text in messages]
+
+
+class BadEventError(EngineRefusedError):
+    """The server sent something else than events in OpenAI's format."""
 
 
 NO_PIECES = RoutedRequest(0, ())
@@ -115,7 +119,12 @@ class SseDecoder:
     Lines end at CR, LF or both, as the format says; other line separators of Unicode are text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        """
+        Args:
+            url: the server's address, for errors.
+        """
+        self._url = url
         self._buffer = b""
         self._data: list[bytes] = []
 
@@ -123,7 +132,7 @@ class SseDecoder:
         """Yield the data of the events that are complete now.
 
         Raises:
-            EngineError: an event exceeds 4 MiB.
+            BadEventError: an event exceeds 4 MiB.
         """
         self._buffer += received
         # a CR at the very end may be the first half of CR LF
@@ -131,7 +140,7 @@ class SseDecoder:
         lines = self._buffer[:end].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._buffer = lines.pop() + self._buffer[end:]
         if len(self._buffer) > _MAX_EVENT_BYTES:
-            raise EngineError(f"the server sent an event of more than {_MAX_EVENT_BYTES} bytes")
+            raise BadEventError(f"{self._url} sent an event of more than {_MAX_EVENT_BYTES} bytes")
         for line in lines:
             if not line and self._data:
                 data, self._data = b"\n".join(self._data), []
@@ -151,16 +160,22 @@ class EventDelta:
     """The server that sent it."""
 
 
-def read_event(data: str) -> EventDelta:
+def read_event(data: str, url: str, model: str) -> EventDelta:
     """Parse the data of an event.
 
+    Args:
+        url: the server's address, for errors.
+        model: the requested model, for errors.
+
     Raises:
-        EngineError: the event holds an error, or is not in OpenAI's format.
+        EngineUnavailableError: the event holds an error of the server.
+        EngineRefusedError, PromptTooLongError: the event holds an error of the request.
+        BadEventError: the event is not in OpenAI's format.
     """
     try:
         event = json.loads(data)
         if problem := _error_text(event):
-            raise EngineUnavailableError(f"the server ended the answer with an error: {problem}")
+            raise _event_error(event, problem, url, model)
         usage = _usage(event.get("usage"))
         if not event["choices"]:
             return EventDelta(usage=usage)
@@ -169,14 +184,25 @@ def read_event(data: str) -> EventDelta:
         reason = choice.get("finish_reason")
         if not isinstance(text, str | None) or not isinstance(reason, str | None):
             raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        raise EngineError(f"the server sent an event that is not in OpenAI's format: {_shortened(data)}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise BadEventError(f"{url} sent an event that is not in OpenAI's format: {_shortened(data)}") from None
+    if reason in ("abort", "error"):
+        raise EngineUnavailableError(f"{url} ended the answer with an error; ask again")
     return EventDelta(text or "", None if reason is None else _finish_reason(reason), usage)
 
 
+def _event_error(event: dict[str, Any], problem: str, url: str, model: str) -> StillroomError:
+    """Return the error for an event that holds one: of the request if its code or type says so, else of the server."""
+    error = event.get("error")
+    details = error if isinstance(error, dict) else event
+    code = details.get("code")
+    status = code if isinstance(code, int) else 400 if details.get("type") == "invalid_request_error" else 500
+    if _CONTEXT.search(problem) or (400 <= status < 500 and status not in (408, 429)):
+        return status_error(status, json.dumps(event).encode(), url, model)
+    return EngineUnavailableError(f"{url} ended the answer with an error: {problem}")
+
+
 def _finish_reason(reason: str) -> FinishReason:
-    if reason in ("abort", "error"):
-        raise EngineUnavailableError("the server ended the answer with an error; ask again")
     return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
 
 
@@ -191,7 +217,7 @@ def _usage(usage: Any) -> RemoteUsage | None:
     )
 
 
-def status_error(status: int, content: bytes, url: str, model: str) -> Exception:
+def status_error(status: int, content: bytes, url: str, model: str) -> StillroomError:
     """Return the error for a status other than 200."""
     problem = _problem(content)
     reason = f": {problem}" if problem else ""

@@ -1,7 +1,8 @@
 """The servers of a remote engine: a request goes to the one that will answer first, or to another if that fails.
 
-A request is sent again only before the first text of its answer, and only after a failed connection, HTTP 429 or 5xx:
-at once where another server is available, else after a pause. Which server: `cluster/server_beliefs.py`.
+A request is sent again only before the first text of its answer, and only after a failure of the server: no connection,
+HTTP 429 or 5xx, or a reply that is no answer. At once where another server is available, else after a pause. Which
+server: `cluster/server_beliefs.py`.
 """
 
 import asyncio
@@ -132,9 +133,15 @@ class ServerPool:
                     yield progress
         except ServerFailure as failure:
             with self._lock:
-                after_s = failure.retry_after_s
-                beliefs.on_failure(url, number, self._now(), retry_after_s=after_s, is_lost=failure.is_lost)
-            if not failure.may_retry:
+                beliefs.on_failure(
+                    url,
+                    number,
+                    self._now(),
+                    retry_after_s=failure.retry_after_s,
+                    is_lost=failure.is_lost,
+                    is_sure=not failure.may_be_request,
+                )
+            if not failure.may_retry or (num_characters and not failure.is_lost):
                 raise failure.error from failure.__cause__
             if num_characters:
                 raise EngineUnavailableError(
@@ -176,10 +183,10 @@ class ServerPool:
         with self._lock:
             has_another = self._beliefs.has_available(self._now())
             asked_s = self._beliefs.asked_seconds(self._now())
-        if not has_another:
+        if not has_another and failure.is_passing:
             await self._pause(failure, num_failed, num_pauses, asked_s)
             return True
-        if num_failed == self._config.max_retries:
+        if not has_another or num_failed == self._config.max_retries:
             raise failure.error from failure.__cause__
         logger.warning("%s; trying another server", failure.error)
         return False
