@@ -12,6 +12,10 @@ class ConfigError(StillroomError):
     """A setting is unknown, has the wrong type or conflicts with another."""
 
 
+class TenantNotServedError(ConfigError):
+    """The engine serves one tenant only."""
+
+
 class UsageError(StillroomError):
     """The call can never succeed as written; the message says what to change."""
 

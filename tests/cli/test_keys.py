@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stillroom.config.settings import ServerConfig
+from stillroom.config.settings import EngineConfig, ServerConfig
 from stillroom.server.auth.guard import check_access
 from stillroom.server.auth.key_ring import KeyRing
 from tests.cli.harness import Run
@@ -62,6 +62,13 @@ def test_serve_refuses_keys_that_all_belong_to_tenants_without_a_folder(run: Run
     config = ServerConfig(keys_file="keys.json")
     assert ["legal are refused" in warning for warning in check_access(config).warnings] == [True]
     assert check_access(dataclasses.replace(config, tenants_folder="tenants")).warnings == ()
+
+
+def test_serve_refuses_tenants_of_a_server_elsewhere_that_shares_its_cache(run: Run, tmp_path: Path) -> None:
+    result = run("serve", "--kb", "kb", "--tenants", "tenants", "--base-url", "http://127.0.0.1:9", "--port", "0")
+    assert result.code == 2 and "one tenant only" in result.err and "engine.cache_salt" in result.err
+    salted = EngineConfig(kind="openai", base_url="http://host", cache_salt=True)
+    assert check_access(ServerConfig(tenants_folder=str(tmp_path)), salted).tenants_folder == tmp_path
 
 
 def test_json_shows_operators(run: Run) -> None:

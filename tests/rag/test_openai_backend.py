@@ -1,9 +1,11 @@
 """The OpenAI backend against another Stillroom: equal answers, cancelling, and failures."""
 
 import asyncio
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +17,13 @@ from stillroom.config.settings import EngineConfig, EnginePrompt, GenerationConf
 from stillroom.errors import ConfigError, EngineRefusedError, EngineUnavailableError, PromptTooLongError, UsageError
 from stillroom.rag.answer import AskOptions
 from stillroom.rag.stillroom import Stillroom
+from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.auth.tenants import Tenants
 from tests.engine.scripted import GOOD, STREAM_HEAD, ScriptedServer, error
 from tests.server.fakes import until
 from tests.server.harness import serving
-from tests.server.knowledge import ANSWER, QUESTION, write_knowledge
+from tests.server.knowledge import ANSWER, PEOPLE, QUESTION, write_knowledge
+from tests.server.test_keys import add, bearer
 
 pytestmark = pytest.mark.microworld
 
@@ -127,6 +132,16 @@ def test_tenants_cannot_be_kept_apart_by_a_server_elsewhere(here: Stillroom, url
         pytest.raises(ConfigError, match="serves one tenant only"),
     ):
         other.ask(QUESTION)
+
+
+def test_question_of_a_second_tenant_is_refused_with_the_reason(here: Stillroom, url: str, tmp_path: Path) -> None:
+    key, asked = add(tmp_path / "keys.json", "anna", "legal"), {"messages": [{"role": "user", "content": QUESTION}]}
+    with away(here, url, prompt="tokens") as stillroom, closing(Tenants(stillroom, tmp_path / "tenants")) as tenants:
+        tenants.stillroom("legal").upload([("people.md", io.BytesIO(PEOPLE.encode()))])
+        with serving(stillroom, tenants=tenants, keys=KeyRing(tmp_path / "keys.json")) as middle:
+            refused = httpx.post(f"{middle}/v1/chat/completions", json=asked, headers=bearer(key))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tenant_not_served")
+    assert "set engine.cache_salt = true" in refused.json()["error"]["message"]
 
 
 def test_chat_prompts_are_sent_as_messages(here: Stillroom) -> None:

@@ -20,6 +20,7 @@ from stillroom.backends.prompt_builder import (
 )
 from stillroom.backends.prompt_names import Part, parts_of_question, parts_of_raw, request_of
 from stillroom.backends.tool_chat import ToolChat
+from stillroom.config.generation_settings import ONE_TENANT_ONLY
 from stillroom.config.settings import EnginePrompt, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import Chunk
@@ -33,7 +34,7 @@ from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, ServerChoice
 from stillroom.engine.reader_engine import ReaderPrompt
 from stillroom.engine.server_pool import ServerPool
-from stillroom.errors import ConfigError, UsageError
+from stillroom.errors import TenantNotServedError, UsageError
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
@@ -189,11 +190,7 @@ class OpenAIBackend:
 
     def for_tenant(self, salt: str, tenant: str) -> "OpenAIBackend":
         if not self._options.sends_salt:
-            raise ConfigError(
-                "engine.kind = 'openai' serves one tenant only: response times would tell a tenant which prompts of "
-                "others the server has cached; set engine.cache_salt = true if the servers honour it (vLLM and SGLang "
-                "do), use the builtin engine, or one server for each tenant"
-            )
+            raise TenantNotServedError(ONE_TENANT_ONLY)
         options = replace(self._options, salt=salt)
         return OpenAIBackend(
             self._engine, self._write, self._write_chat, self._tokenize, options=options, owns_engine=False

@@ -139,7 +139,7 @@ def serve(  # noqa: PLR0913  one parameter per flag
     from stillroom.server.auth.guard import check_access
     from stillroom.server.run import HttpServer
 
-    access = check_access(settings.server)
+    access = check_access(settings.server, settings.engine)
     for warning in access.warnings:
         notify(f"warning: {warning}")
     server = HttpServer(settings.server.host, settings.server.port)  # fails before a model loads

@@ -12,6 +12,12 @@ from stillroom.config.engine_address import parse_engine_addresses
 from stillroom.config.quantities import AboveZero, Addresses, AtLeastZero, Int63, Range, Share, check_ranges
 from stillroom.errors import ConfigError
 
+ONE_TENANT_ONLY = (
+    "engine.kind = 'openai' serves one tenant only: response times would tell a tenant which prompts of others the "
+    "server has cached; set engine.cache_salt = true if the servers honour it (vLLM and SGLang do), use the builtin "
+    "engine, or one server for each tenant"
+)
+
 EngineKind = Literal["builtin", "openai", "cluster"]
 EnginePrompt = Literal["chat", "text", "tokens"]
 DocumentOrder = Literal["prefix", "rank"]

@@ -56,6 +56,7 @@ _KINDS = (
     ErrorKind(errors.UnknownRequestError, 404, INVALID_REQUEST, "request_not_found", WRONG_CALL),
     ErrorKind(errors.SeveralDocumentsError, 400, INVALID_REQUEST, "several_documents", WRONG_CALL),
     ErrorKind(errors.UsageError, 400, INVALID_REQUEST, "invalid_value", WRONG_CALL),
+    ErrorKind(errors.TenantNotServedError, 403, "permission_error", "tenant_not_served", WRONG_CALL),
     ErrorKind(errors.ConfigError, 500, _SERVER, "internal_error", WRONG_CALL),
     ErrorKind(errors.ModelNotFoundError, 500, _SERVER, "internal_error", WRONG_CALL),
     ErrorKind(errors.EmptyKnowledgeBaseError, 409, _CONFLICT, "knowledge_base_empty"),

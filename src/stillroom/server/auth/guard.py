@@ -17,7 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stillroom.config.settings import ServerConfig
+from stillroom.config.generation_settings import ONE_TENANT_ONLY
+from stillroom.config.settings import EngineConfig, ServerConfig
 from stillroom.errors import ConfigError, StillroomError
 from stillroom.server.auth.cors import origins_of
 from stillroom.server.auth.key_ring import KeyRing
@@ -178,14 +179,19 @@ class AccessConfig:
     warnings: tuple[str, ...] = ()
 
 
-def check_access(config: ServerConfig) -> AccessConfig:
+def check_access(config: ServerConfig, engine: EngineConfig | None = None) -> AccessConfig:
     """Check keys and tenants before the server listens and a model loads.
+
+    Args:
+        engine: the engine that answers; None: the built-in one.
 
     Raises:
         ConfigError: other machines would reach a server without keys, the keys cannot be read, or all belong to
-            tenants without a folder, or an allowed origin is none.
+            tenants without a folder, the engine cannot keep tenants apart, or an allowed origin is none.
     """
     origins_of(config.allowed_origins)
+    if config.tenants_folder and engine is not None and engine.kind == "openai" and not engine.cache_salt:
+        raise ConfigError(f"--tenants (server.tenants_folder) is set, but {ONE_TENANT_ONLY}")
     keys = KeyRing(Path(config.keys_file)) if config.keys_file else None
     folder = Path(config.tenants_folder) if config.tenants_folder else None
     warnings: tuple[str, ...] = ()
