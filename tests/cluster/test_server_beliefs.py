@@ -165,6 +165,24 @@ def test_one_request_tries_a_server_that_failed() -> None:
     assert front.state(home, 1.0).is_available
 
 
+def test_failed_server_is_dead_until_it_answers_a_probe_or_a_request() -> None:
+    front = Front(2)
+    home = front.fail(1)
+    assert front.beliefs.to_probe(0.4) == [] and not front.state(home, 0.4).is_alive
+    assert front.beliefs.to_probe(0.5) == [home]
+    assert front.state(home, 0.5).is_available and not front.state(home, 0.5).is_alive
+    front.beliefs.on_failed_probe(home, 0.5, is_lost=True)
+    assert front.beliefs.to_probe(1.4) == [] and not front.state(home, 1.4).is_available
+    front.beliefs.on_probed(home, 1.5)
+    assert front.state(home, 1.5).is_alive and front.beliefs.to_probe(31.4) == []
+    assert front.beliefs.to_probe(31.5) == [home], "only probes reach it"
+    front.fail(1, now=2.0, to=home)
+    assert not front.state(home, 2.0).is_alive, "it answers probes only"
+    assert front.answer(1, now=4.0, to=home) == home
+    assert front.state(home, 4.0).is_alive and front.beliefs.to_probe(100.0) == []
+    assert (front.state(home).num_sent, front.state(home).num_refused) == (3, 2), "probes are not requests"
+
+
 def test_requests_that_fail_together_count_as_one_failure() -> None:
     front = Front(2)
     home, _ = front.send(1)

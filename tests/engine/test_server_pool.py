@@ -1,5 +1,6 @@
 """Several scripted servers behind one engine: where a request goes when a server fails. Time is an argument."""
 
+import asyncio
 import logging
 import socket
 import threading
@@ -21,6 +22,7 @@ from stillroom.errors import EngineError, EngineRefusedError, EngineUnavailableE
 from tests.engine.scripted import DONE, GOOD, STREAM_HEAD, Reply, ScriptedServer, delta, error, event, reply
 from tests.engine.test_openai_engine import CHAT, RemoteEngineFixture, read, text
 from tests.fakes import ManualClock
+from tests.server.fakes import until
 
 BUSY = error(429, "busy", "retry-after: 7\r\n")
 LISTED = reply(200, {"data": [{"id": "m"}, {"id": "other"}]})
@@ -179,6 +181,36 @@ def test_killed_server_is_left_and_used_again_when_it_is_back() -> None:
         assert [one.num_refused for one in servers.engine.servers.states()] == [2, 0]
 
 
+def test_servers_that_failed_are_probed_until_they_answer() -> None:
+    clock = ManualClock()
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        await asyncio.sleep(0)
+
+    failing = error(503, "loading")
+    with ScriptedServer([failing, failing, LISTED]) as server:
+        config = EngineConfig(kind="openai", base_url=server.url, max_retries=0)
+        with OpenAIEngine(ServerPool(config, clock, sleep=sleep), "m", clock) as engine:
+            assert engine.problem is None
+            assert read(RemoteEngineFixture(engine, server).submit(CHAT))[-1].error is not None
+            clock.advance(10.0)
+            assert engine.problem == "the server takes no requests now"
+            engine.watch()
+            until(lambda: engine.problem is None)
+    assert [asked.path for asked in server.asked] == ["/v1/chat/completions", "/v1/models", "/v1/models"]
+
+
+def test_server_that_comes_up_with_another_model_is_not_alive() -> None:
+    another = reply(200, {"data": [{"id": "n"}]})
+    with talking([error(503, "loading"), another, LISTED], [LISTED], model="") as servers:
+        servers.engine.find_model()
+        for seconds, is_alive in ((0.5, False), (1.0, True)):
+            servers.clock.advance(seconds)
+            asyncio.run_coroutine_threadsafe(servers.engine.servers.probe(), servers.engine._loop).result(20)
+            assert [one.is_alive for one in servers.engine.servers.states()] == [is_alive, True]
+
+
 def answer_once(listening: socket.socket) -> None:
     connection, _ = listening.accept()
     with connection:
@@ -247,6 +279,8 @@ def test_server_that_is_down_at_the_start_is_checked_before_its_first_request(ca
     with talking([error(503, "loading"), LISTED, GOOD], [LISTED, GOOD], model="") as servers:
         assert servers.engine.find_model() == "m"
         assert servers.slept == [] and "it gets requests when it answers" in caplog.text
+        assert [one.is_alive for one in servers.engine.servers.states()] == [False, True]
+        servers.clock.advance(0.5)
         assert servers.answered_by(0) == 0
         assert [asked.path for asked in servers.scripted[0].asked][1:] == ["/v1/models", "/v1/chat/completions"]
 
@@ -255,6 +289,7 @@ def test_server_that_comes_up_with_another_model_gets_no_request(caplog: pytest.
     another = reply(200, {"data": [{"id": "n"}]})
     with talking([error(503, "loading"), another], [LISTED, GOOD], model="") as servers:
         assert servers.engine.find_model() == "m"
+        servers.clock.advance(0.5)
         assert servers.answered_by(0) == 1
     assert "does not serve the model 'm', only n" in caplog.text
 

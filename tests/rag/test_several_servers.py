@@ -102,6 +102,22 @@ def test_server_that_answered_is_named_over_http(here: Stillroom, servers: dict[
     assert raw.json()["stillroom"]["route"]["engine"] in servers
 
 
+def test_front_is_not_ready_while_every_server_is_avoided(here: Stillroom) -> None:
+    asked = {"messages": [{"role": "user", "content": QUESTION}]}
+    replies = [reply(200, {"data": [{"id": "m"}]}), BUSY]
+    with ExitStack() as stack:
+        scripted = [stack.enter_context(ScriptedServer(replies)) for _ in range(2)]
+        stillroom = stack.enter_context(away(here, *(one.url for one in scripted)))
+        stillroom.warm_up()
+        front = stack.enter_context(serving(stillroom))
+        assert httpx.get(f"{front}/readyz").status_code == 200
+        assert httpx.post(f"{front}/v1/chat/completions", json=asked).status_code == 503
+        ready, shown = httpx.get(f"{front}/readyz"), httpx.get(f"{front}/metrics").text
+    assert ready.status_code == 503 and "no server takes requests now" in ready.json()["reasons"]
+    for one in scripted:
+        assert f'stillroom_engine_alive{{engine="{one.url}",name="{engine_name(one.url)}"}} 0.0' in shown
+
+
 def test_server_of_another_model_is_an_error_that_names_it(here: Stillroom, servers: dict[str, HttpServer]) -> None:
     with (
         away(here, *urls_of(servers), model="other") as stillroom,

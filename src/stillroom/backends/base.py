@@ -90,8 +90,7 @@ class Backend(Protocol):
 
     @property
     def device_problem(self) -> str | None:
-        """Why it cannot compute now, in words that a caller without a key may read; None if it can, and for a server
-        elsewhere."""
+        """Why it cannot compute now, in words that a caller without a key may read; None if it can."""
         ...
 
     @property

@@ -102,8 +102,9 @@ class OpenAIBackend:
         return self._engine.is_alive
 
     @property
-    def device_problem(self) -> None:
-        return None
+    def device_problem(self) -> str | None:
+        """Why no server takes requests now; None if one does."""
+        return self._engine.problem
 
     @property
     def load(self) -> Load:
@@ -186,7 +187,7 @@ class OpenAIBackend:
     def readings(self) -> Readings:
         """Return the requests of each server, and whether it gets any now."""
         states = {one.url: one for one in self._engine.servers.states()}
-        return engine_readings(states, {url: one.is_available for url, one in states.items()})
+        return engine_readings(states, {url: one.is_alive for url, one in states.items()})
 
     def for_tenant(self, salt: str, tenant: str) -> "OpenAIBackend":
         if not self._options.sends_salt:
@@ -263,6 +264,7 @@ def connect(config: StillroomConfig, clock: Clock, knowledge_base: str) -> OpenA
     engine = OpenAIEngine(ServerPool(engine_config, clock), engine_config.model, clock)
     try:
         engine.find_model()
+        engine.watch()
     except BaseException:
         engine.close()
         raise

@@ -38,6 +38,8 @@ class ServerState:
     url: str
     is_available: bool
     """False while it is avoided after a failure."""
+    is_alive: bool
+    """False after a failure until it answers a request, or is no longer avoided and answers a probe."""
     num_outstanding: int
     """Requests that were sent and have not ended."""
     num_sent: int
@@ -68,6 +70,8 @@ class _Server:
     avoided_until: float = -inf
     asked_until: float = -inf
     """The server's own wish, from `Retry-After`."""
+    probed_at: float = -inf
+    """When it answered a probe after its last failure."""
     trial: int | None = None
     """The one request that finds out whether a server that failed works again."""
     num_sent: int = 0
@@ -90,13 +94,15 @@ class ServerBeliefs:
 
     def choose(self, requests: Mapping[str, RoutedRequest], now: float) -> str:
         """Return the server with the least predicted work to the first token. If all are avoided, it is the one that is
-        avoided for the shortest time.
+        avoided for the shortest time; servers that want no requests yet (`Retry-After`) come last.
 
         Args:
             requests: the request as each server would get it: its documents may be in another order.
         """
-        if not any(self._is_available(one, now) for one in self._servers.values()):
-            return min(self._servers, key=lambda url: self._servers[url].avoided_until)
+        if not self.has_available(now):
+            return min(
+                self._servers, key=lambda url: (self._asked_seconds(url, now) > 0, self._servers[url].avoided_until)
+            )
         return self._router.choose_among(requests, self._beliefs(now)).engine_id
 
     def may_take(self, url: str, now: float) -> bool:
@@ -151,15 +157,29 @@ class ServerBeliefs:
         server.num_refused += not sent.has_begun
         if sent.at >= server.failed_at:
             server.num_failures = server.num_failures + 1 if is_sure else max(1, server.num_failures)
-        server.failed_at = now
-        wait_s = min(FIRST_WAIT_S * 2 ** min(server.num_failures - 1, _MAX_DOUBLINGS), self._max_wait_s)
-        server.asked_until = max(server.asked_until, now + retry_after_s)
-        server.avoided_until = max(server.avoided_until, now + wait_s, server.asked_until)
-        if is_lost:
-            server.names.clear()
-        elif not sent.has_begun:
+        self._avoid(server, now, retry_after_s, is_lost=is_lost)
+        if not sent.has_begun:
             for name in sent.added:
                 server.names.pop(name, None)
+
+    def to_probe(self, now: float) -> list[str]:
+        """Return the servers to probe: they failed, are no longer avoided, and did not answer a probe or request since.
+        A server that only probes reach is probed again after the longest wait."""
+        return [
+            url
+            for url, one in self._servers.items()
+            if one.num_failures and now >= max(one.avoided_until, one.probed_at + self._max_wait_s)
+        ]
+
+    def on_probed(self, url: str, now: float) -> None:
+        """Note that a server answered a probe. It gets a request as a trial, as before."""
+        self._servers[url].probed_at = now
+
+    def on_failed_probe(self, url: str, now: float, *, retry_after_s: float = 0.0, is_lost: bool) -> None:
+        """Note that a server did not answer a probe, and avoid it for a while, as `on_failure`."""
+        server = self._servers[url]
+        server.num_failures += 1
+        self._avoid(server, now, retry_after_s, is_lost=is_lost)
 
     def on_end(self, url: str, number: int) -> None:
         """Note that a request has ended, in whatever way."""
@@ -174,7 +194,7 @@ class ServerBeliefs:
 
     def asked_seconds(self, now: float) -> float:
         """Return the seconds after which the first server wants requests again, by `Retry-After`; 0: now."""
-        return max(0.0, min(one.asked_until for one in self._servers.values()) - now)
+        return min(self._asked_seconds(url, now) for url in self._servers)
 
     def states(self, now: float) -> list[ServerState]:
         """Return the state of each server, in the order of their addresses in the settings."""
@@ -182,6 +202,7 @@ class ServerBeliefs:
             ServerState(
                 url,
                 self._is_available(one, now),
+                one.num_failures == 0 or (one.probed_at > -inf and now >= one.avoided_until),
                 len(one.outstanding),
                 num_sent=one.num_sent,
                 num_refused=one.num_refused,
@@ -189,6 +210,17 @@ class ServerBeliefs:
             )
             for url, one in self._servers.items()
         ]
+
+    def _asked_seconds(self, url: str, now: float) -> float:
+        return max(0.0, self._servers[url].asked_until - now)
+
+    def _avoid(self, server: _Server, now: float, retry_after_s: float, *, is_lost: bool) -> None:
+        server.failed_at, server.probed_at = now, -inf
+        wait_s = min(FIRST_WAIT_S * 2 ** min(server.num_failures - 1, _MAX_DOUBLINGS), self._max_wait_s)
+        server.asked_until = max(server.asked_until, now + retry_after_s)
+        server.avoided_until = max(server.avoided_until, now + wait_s, server.asked_until)
+        if is_lost:
+            server.names.clear()
 
     def _is_available(self, server: _Server, now: float) -> bool:
         return server.num_failures == 0 or (now >= server.avoided_until and server.trial is None)

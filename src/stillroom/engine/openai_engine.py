@@ -56,6 +56,19 @@ class OpenAIEngine:
     def num_running(self) -> int:
         return len(self._begun)
 
+    @property
+    def problem(self) -> str | None:
+        """Why no request can be answered now, in words for callers; None if a server may take one."""
+        if any(one.is_alive for one in self.servers.states()):
+            return None
+        return "no server takes requests now" if len(self.servers.urls) > 1 else "the server takes no requests now"
+
+    def watch(self) -> None:
+        """Probe servers that failed, from now until this is closed."""
+        with self._closing:
+            self._check_open()
+            asyncio.run_coroutine_threadsafe(self.servers.watch(), self._loop)
+
     def find_model(self) -> str:
         """Return the named model, or else the first that the first reachable server lists. Several servers are checked
         to serve it; a single one tells with the first request.

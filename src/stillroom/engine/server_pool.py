@@ -49,6 +49,7 @@ class ServerPool:
         self._lock = Lock()
         """Guards the beliefs."""
         self._numbers = count()
+        self._model = ""
         self._unchecked: set[str] = set()
         """Servers that could not be asked for their models at the start."""
 
@@ -79,13 +80,30 @@ class ServerPool:
             await self._pause(failures[self.urls[0]], num_failed, num_failed, asked_s)
             num_failed += 1
         found = {url: one for url, one in replies.items() if not isinstance(one, ServerFailure)}
-        model = name or _first_model(found)
+        self._model = model = name or _first_model(found)
         for url, names in found.items():
             _check_model(url, model, names)
         for url, failure in failures.items():
             self._unchecked.add(url)
+            self._note_failed_probe(url, failure)
             logger.warning("%s; it gets requests when it answers", failure.error)
         return model
+
+    async def watch(self) -> None:
+        """Probe servers that failed, so that they count as alive again without a request. Runs until it is
+        cancelled."""
+        while True:
+            await self._sleep(FIRST_WAIT_S)
+            try:
+                await self.probe()
+            except Exception:
+                logger.exception("probing the servers failed")
+
+    async def probe(self) -> None:
+        """Ask the servers that failed and are no longer avoided for their models, which costs no tokens."""
+        with self._lock:
+            urls = self._beliefs.to_probe(self._now())
+        await asyncio.gather(*map(self._probe, urls))
 
     async def stream(self, path: str, body: dict[str, Any], choice: ServerChoice) -> AsyncGenerator[EventDelta, None]:
         """Yield the events of one answer.
@@ -151,6 +169,32 @@ class ServerPool:
         finally:
             with self._lock:
                 beliefs.on_end(url, number)
+
+    async def _probe(self, url: str) -> None:
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await self._models(url)
+        except (ServerFailure, TimeoutError) as failure:
+            self._note_failed_probe(url, failure)
+            return
+        with self._lock:
+            self._beliefs.on_probed(url, self._now())
+        logger.info("%s answers again", url)
+
+    async def _models(self, url: str) -> None:
+        """Raises ServerFailure: the server does not answer, or lacks the model."""
+        if url in self._unchecked:
+            await self._check(url, self._model)
+        else:
+            with contextlib.suppress(EngineRefusedError):  # it answers; a request will tell what is wrong
+                await self._clients[url].models()
+
+    def _note_failed_probe(self, url: str, failure: ServerFailure | TimeoutError) -> None:
+        is_lost, retry_after_s = False, 0.0
+        if isinstance(failure, ServerFailure):
+            is_lost, retry_after_s = failure.is_lost, failure.retry_after_s
+        with self._lock:
+            self._beliefs.on_failed_probe(url, self._now(), retry_after_s=retry_after_s, is_lost=is_lost)
 
     async def _check(self, url: str, model: str) -> None:
         """Check the models of a server that could not be asked before."""

@@ -555,8 +555,7 @@ class Stillroom:
 
     @property
     def device_problem(self) -> str | None:
-        """Why the model cannot compute now. None if it can, before it is loaded, and if the engine is a server
-        elsewhere."""
+        """Why the model, or every server elsewhere, cannot compute now. None if it can, and before it is loaded."""
         return backend.device_problem if (backend := self._loader.backend) else None
 
     def stop_generating(self) -> None:
