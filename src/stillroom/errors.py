@@ -151,6 +151,14 @@ class QueueFullError(EngineError):
 class EngineUnavailableError(EngineError):
     """The remote engine cannot be reached, failed or is full; asking again later can help."""
 
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        """
+        Args:
+            retry_after_seconds: when its servers want requests again; None: they did not say.
+        """
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
 
 class EngineRefusedError(EngineError):
     """The remote engine refuses the key, the model or the request, or is not an OpenAI-compatible engine."""

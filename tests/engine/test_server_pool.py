@@ -290,8 +290,38 @@ def test_server_that_comes_up_with_another_model_gets_no_request(caplog: pytest.
     with talking([error(503, "loading"), another], [LISTED, GOOD], model="") as servers:
         assert servers.engine.find_model() == "m"
         servers.clock.advance(0.5)
-        assert servers.answered_by(0) == 1
+        with caplog.at_level(logging.INFO):
+            assert servers.answered_by(0) == 1
     assert "does not serve the model 'm', only n" in caplog.text
+
+
+def test_server_that_stays_down_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with talking([error(503, "loading")] * 2, [LISTED, GOOD], model="") as servers:
+        servers.engine.find_model()
+        servers.clock.advance(0.5)
+        assert servers.answered_by(0) == 1 and servers.num_asked == [2, 2]
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+
+
+def test_without_any_server_every_address_is_named() -> None:
+    loading = [error(503, "loading")]
+    with talking(loading, loading, model="", max_retries=0) as servers:
+        first, second = (one.url for one in servers.scripted)
+        with pytest.raises(EngineUnavailableError, match=f"none of the 2 servers answers: {first} .*; {second} "):
+            servers.engine.find_model()
+
+
+def test_servers_are_not_asked_before_they_want_requests_again() -> None:
+    busy = error(429, "busy", "retry-after: 300\r\n")
+    with talking([busy, GOOD], [busy, GOOD]) as servers:
+        for passed, left in ((0.0, 300.0), (100.0, 200.0)):
+            servers.clock.advance(passed)
+            failure = servers.ask(0)[-1].error
+            assert isinstance(failure, EngineUnavailableError) and failure.retry_after_seconds == left
+        assert servers.num_asked == [1, 1] and servers.slept == []
+        servers.clock.advance(180.0)
+        assert text(servers.ask(0)) == "Twice a year."
+        assert servers.slept == [20.0]
 
 
 def test_without_any_server_the_start_is_retried() -> None:

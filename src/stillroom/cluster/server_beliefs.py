@@ -140,8 +140,9 @@ class ServerBeliefs:
 
     def on_failure(
         self, url: str, number: int, now: float, *, retry_after_s: float = 0.0, is_lost: bool, is_sure: bool = True
-    ) -> None:
-        """Note that a server failed a request, and avoid the server for a while.
+    ) -> bool:
+        """Note that a server failed a request, and avoid the server for a while. Returns whether it had failed before
+        and not answered since.
 
         Requests that were sent before a failure and fail after it count as the same failure.
 
@@ -152,7 +153,7 @@ class ServerBeliefs:
                 longer each time, so that requests of one client cannot keep it from others.
         """
         server = self._servers[url]
-        sent = server.outstanding[number]
+        sent, has_failed = server.outstanding[number], server.num_failures > 0
         server.num_broken += sent.has_begun
         server.num_refused += not sent.has_begun
         if sent.at >= server.failed_at:
@@ -161,6 +162,7 @@ class ServerBeliefs:
         if not sent.has_begun:
             for name in sent.added:
                 server.names.pop(name, None)
+        return has_failed
 
     def to_probe(self, now: float) -> list[str]:
         """Return the servers to probe: they failed, are no longer avoided, and did not answer a probe or request since.

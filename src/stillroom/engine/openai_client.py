@@ -186,3 +186,5 @@ class ServerFailure(Exception):
         self.may_retry = may_retry
         self.is_passing = is_passing
         self.may_be_request = may_be_request
+        self.is_repeated = False
+        """Whether the server had failed before and not answered since."""

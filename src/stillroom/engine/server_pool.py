@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from threading import Lock
@@ -77,7 +77,7 @@ class ServerPool:
             if len(failures) < len(replies):
                 break
             asked_s = min(one.retry_after_s for one in failures.values())
-            await self._pause(failures[self.urls[0]], num_failed, num_failed, asked_s)
+            await self._pause(_together(list(failures.values())), num_failed, num_failed, asked_s)
             num_failed += 1
         found = {url: one for url, one in replies.items() if not isinstance(one, ServerFailure)}
         self._model = model = name or _first_model(found)
@@ -116,6 +116,7 @@ class ServerPool:
         request = replace(choice.request, number=next(self._numbers))
         url = self._first(choice, request)
         while True:
+            url = await self._permitted(url, request)
             with self._lock:
                 expected = self._beliefs.on_sent(url, request, self._now())
             route = Route(engine_name(url), None, expected, num_failed)
@@ -151,7 +152,7 @@ class ServerPool:
                     yield progress
         except ServerFailure as failure:
             with self._lock:
-                beliefs.on_failure(
+                failure.is_repeated = beliefs.on_failure(
                     url,
                     number,
                     self._now(),
@@ -218,6 +219,26 @@ class ServerPool:
                 return choice.server
         return self._another(request)
 
+    async def _permitted(self, url: str, request: RoutedRequest) -> str:
+        """Return the server, once it wants requests: if all asked for a pause (`Retry-After`), wait for the first.
+
+        Raises:
+            EngineUnavailableError: that takes longer than `engine.max_retry_wait_s`.
+        """
+        while asked_s := self._asked_seconds():
+            if asked_s > self._config.max_retry_wait_s:
+                servers = ", ".join(self.urls)
+                raise EngineUnavailableError(
+                    f"{servers}: no requests wanted for {asked_s:.0f} s; ask again then", asked_s
+                )
+            await self._sleep(asked_s)
+            url = self._another(request)
+        return url
+
+    def _asked_seconds(self) -> float:
+        with self._lock:
+            return self._beliefs.asked_seconds(self._now())
+
     def _another(self, request: RoutedRequest) -> str:
         return self.choose(dict.fromkeys(self.urls, request))
 
@@ -226,13 +247,13 @@ class ServerPool:
         failure's error if there is no other attempt."""
         with self._lock:
             has_another = self._beliefs.has_available(self._now())
-            asked_s = self._beliefs.asked_seconds(self._now())
         if not has_another and failure.is_passing:
-            await self._pause(failure, num_failed, num_pauses, asked_s)
+            await self._pause(failure, num_failed, num_pauses, self._asked_seconds())
             return True
         if not has_another or num_failed == self._config.max_retries:
             raise failure.error from failure.__cause__
-        logger.warning("%s; trying another server", failure.error)
+        level = logging.INFO if failure.is_repeated else logging.WARNING
+        logger.log(level, "%s; trying another server", failure.error)
         return False
 
     async def _pause(self, failure: ServerFailure, num_failed: int, num_pauses: int, asked_s: float) -> None:
@@ -243,6 +264,8 @@ class ServerPool:
         """
         longest = self._config.max_retry_wait_s
         if num_failed == self._config.max_retries or asked_s > longest:
+            if asked_s and isinstance(failure.error, EngineUnavailableError):
+                failure.error.retry_after_seconds = asked_s
             raise failure.error from failure.__cause__
         # jitter spreads the retries of requests that failed together
         wait_s = FIRST_WAIT_S * 2**num_pauses * (0.5 + self._uniform())
@@ -252,6 +275,14 @@ class ServerPool:
 
     def _now(self) -> float:
         return self._clock.monotonic()
+
+
+def _together(failures: Sequence[ServerFailure]) -> ServerFailure:
+    """Return the failures of all servers as one."""
+    if len(failures) == 1:
+        return failures[0]
+    told = "; ".join(map(str, failures))
+    return ServerFailure(EngineUnavailableError(f"none of the {len(failures)} servers answers: {told}"))
 
 
 def _first_model(found: Mapping[str, list[str]]) -> str:

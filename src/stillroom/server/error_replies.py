@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 
-from stillroom.errors import QueueFullError, StillroomError
+from stillroom.errors import EngineUnavailableError, QueueFullError, StillroomError
 from stillroom.server.error_kinds import INVALID_REQUEST, kind_of
 from stillroom.server.privacy import without_folders
 
@@ -85,7 +85,7 @@ def error_response(error: BaseException) -> JSONResponse:
     headers = {} if status in (429, 503) else {"x-should-retry": "false"}
     if status == 503:
         headers |= RETRY_LATER
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | EngineUnavailableError) and error.retry_after_seconds is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return JSONResponse(body, status_code=status, headers=headers)
 
