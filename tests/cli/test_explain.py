@@ -244,10 +244,20 @@ def test_engine_of_a_cluster_is_shown_with_the_prediction_and_its_predecessors(r
     remember(replace(answer("req-1", "first"), route=route))
     chosen = "Engine: engine-5a0c1f2e; chosen for a first token in 250 ms, with 310 tokens from kept KV"
     assert chosen in run("explain", "--kb", "kb").out.splitlines()
-    moved = replace(route, predicted_seconds=None, num_migrations=2, is_resumed=True)
+    moved = replace(route, num_migrations=2, is_resumed=True)
     remember(replace(answer("req-2", "second"), route=moved))
-    told = "Engine: engine-5a0c1f2e; after 2 engines that did not complete it, the last of which had begun the answer"
+    told = f"{chosen}; after 2 engines that did not complete it, the last of which had begun the answer"
     assert told in run("explain", "req-2", "--kb", "kb").out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("num_failed", "told"), [(0, ""), (1, "; after 1 failed attempt"), (3, "; after 3 failed attempts")]
+)
+def test_server_of_a_remote_engine_is_shown_with_estimate_and_attempts(run: Run, num_failed: int, told: str) -> None:
+    Path("kb").mkdir()
+    remember(replace(answer("req-1", "first"), route=Route("engine-5a0c1f2e", None, 1310, num_migrations=num_failed)))
+    line = f"Engine: engine-5a0c1f2e; believed to have about 1,310 tokens of the prompt cached{told}"
+    assert line in run("explain", "--kb", "kb").out.splitlines()
 
 
 def test_no_overlap_line_without_speculation(run: Run) -> None:

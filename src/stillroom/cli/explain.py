@@ -149,15 +149,16 @@ def _describe_overlap(speculation: dict[str, Any] | None, timing: dict[str, Any]
 
 
 def _describe_route(route: dict[str, Any]) -> str:
-    """Describe why an engine of a cluster was chosen, and what happened before."""
-    parts = [route["engine"]]
-    if (seconds := route["predicted_seconds"]) is not None:
-        kept = count(route["num_expected_tokens"], "token")
-        parts.append(f"chosen for a first token in {duration(seconds)}, with {kept} from kept KV")
-    if moved := route["num_migrations"]:
-        rest = ", the last of which had begun the answer" if route["is_resumed"] else ""
-        parts.append(f"after {count(moved, 'engine')} that did not complete it{rest}")
-    return "; ".join(parts)
+    """Describe why an engine of a cluster, or a server of a remote engine, was chosen, and what happened before."""
+    kept, moved = count(route["num_expected_tokens"], "token"), route["num_migrations"]
+    rest = ", the last of which had begun the answer" if route["is_resumed"] else ""
+    if (seconds := route["predicted_seconds"]) is None:
+        parts = [f"believed to have about {kept} of the prompt cached"]
+        parts += [f"after {count(moved, 'failed attempt')}{rest}"] if moved else []
+    else:
+        parts = [f"chosen for a first token in {duration(seconds)}, with {kept} from kept KV"]
+        parts += [f"after {count(moved, 'engine')} that did not complete it{rest}"] if moved else []
+    return "; ".join([route["engine"], *parts])
 
 
 def _describe_variant(variant: dict[str, Any], by_chunk: dict[str, dict[str, Any]]) -> str:
