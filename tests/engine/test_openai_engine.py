@@ -187,6 +187,11 @@ def test_x_should_retry_false_is_respected() -> None:
         (reply(200, {"hello": 1}), EngineRefusedError, "instead of a stream of events"),
         (error(400, "bad top_p"), EngineRefusedError, r"refuses the request \(HTTP 400\): bad top_p"),
         (
+            reply(409, {"error": {"message": "no documents", "code": "knowledge_base_empty"}}),
+            EngineRefusedError,
+            r"\(HTTP 409\): no documents; it is a Stillroom .* engine.prompt = 'tokens' and --model",
+        ),
+        (
             reply(400, {"object": "error", "message": "This model's maximum context length is 512 tokens. You asked"}),
             PromptTooLongError,
             "maximum context length is 512 tokens.*search.top_k",

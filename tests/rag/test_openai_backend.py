@@ -111,6 +111,16 @@ def test_prompt_limit_holds_if_tokens_are_sent(here: Stillroom, url: str) -> Non
         StillroomConfig(engine=EngineConfig(kind="openai", base_url=url), generation=limit)
 
 
+@pytest.mark.parametrize("kind", ["tokens", "text"])
+def test_prompts_in_text_or_tokens_need_the_model_of_the_server(kind: EnginePrompt, tmp_path: Path) -> None:
+    engine = EngineConfig(kind="openai", base_url="http://127.0.0.1:9", prompt=kind)
+    with (
+        Stillroom.open(tmp_path / "kb", model="bundled:reader", config=StillroomConfig(engine=engine)) as stillroom,
+        pytest.raises(ConfigError, match=f"engine.prompt = '{kind}' .* --model"),
+    ):
+        stillroom.warm_up()
+
+
 def test_stream_for_threads_and_for_event_loops(here: Stillroom, url: str) -> None:
     async def read(stillroom: Stillroom) -> list[str]:
         return [piece async for piece in await stillroom.astream(QUESTION)]

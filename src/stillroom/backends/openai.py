@@ -34,7 +34,8 @@ from stillroom.engine.openai_engine import OpenAIEngine
 from stillroom.engine.openai_protocol import ChatPrompt, RemotePrompt, ServerChoice
 from stillroom.engine.reader_engine import ReaderPrompt
 from stillroom.engine.server_pool import ServerPool
-from stillroom.errors import TenantNotServedError, UsageError
+from stillroom.errors import ConfigError, TenantNotServedError, UsageError
+from stillroom.models.bundled_models import reader_folder
 from stillroom.models.checkpoint import resolve
 from stillroom.models.tokenizer import Tokenizer
 from stillroom.telemetry.catalogue import Readings
@@ -258,6 +259,7 @@ def connect(config: StillroomConfig, clock: Clock, knowledge_base: str) -> OpenA
         EngineUnavailableError: no server can be reached.
         EngineRefusedError: a server refuses the key, lists no model, or lacks the model that another one serves.
         ModelError: the checkpoint whose tokenizer writes the prompts has none.
+        ConfigError: no such checkpoint is named.
     """
     engine_config = config.engine
     write, write_chat, tokenize = _writers(engine_config.prompt, config.runtime.model)
@@ -281,6 +283,11 @@ def _writers(kind: EnginePrompt, model: str) -> tuple[PromptWriter, ChatWriter, 
     """The writers of prompts, and the encoder of raw prompts for a server that takes tokens."""
     if kind == "chat":
         return _chat, _chat_alone, None
+    if reader_folder(model) is not None:
+        raise ConfigError(
+            f"engine.prompt = {kind!r} writes prompts with the tokenizer of the server's model: name its checkpoint "
+            "with --model (runtime.model); no weights are loaded"
+        )
     tokenizer = Tokenizer.load(resolve(model))
     prompt_format = format_for(tokenizer)
     if kind == "text":  # the server adds the begin token

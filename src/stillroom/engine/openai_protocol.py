@@ -235,6 +235,8 @@ def status_error(status: int, content: bytes, url: str, model: str) -> Stillroom
         return EngineUnavailableError(f"{url} has too many requests (HTTP 429){reason}; ask again later")
     if status >= 500:
         return EngineUnavailableError(f"{url} failed (HTTP {status}){reason}; its log may say more")
+    if status == 409 and b'"knowledge_base_empty"' in content:
+        reason += "; it is a Stillroom that answers from documents of its own: set engine.prompt = 'tokens' and --model"
     return EngineRefusedError(f"{url} refuses the request (HTTP {status}){reason}")
 
 
