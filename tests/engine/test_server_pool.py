@@ -102,6 +102,12 @@ def test_reply_that_is_no_answer_is_a_failure_of_the_server(broken: bytes, caplo
         assert servers.slept == [] and f"{failed.url} " in caplog.text
 
 
+def test_request_waits_for_a_server_that_is_avoided_if_the_other_sends_no_answers() -> None:
+    with talking([error(503, "loading"), GOOD], [BROKEN_REPLIES[2]] * 2) as servers:
+        assert servers.answered_by(0) == 0
+        assert servers.num_asked[0] == 2 and servers.slept == [0.5]
+
+
 @pytest.mark.parametrize("rest", [event({"error": "oh"}), b"data: {half\n\n", delta("", "error")])
 def test_server_that_breaks_within_an_answer_is_avoided(rest: bytes) -> None:
     with talking([STREAM_HEAD + delta("Twice ") + rest], [GOOD]) as servers:

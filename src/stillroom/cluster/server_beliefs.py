@@ -2,7 +2,7 @@
 
 Such servers are vLLM, SGLang and others with OpenAI's routes. A server is believed to hold the beginnings of the
 prompts that were sent to it most recently, and to have computed none of those without a first token. Beliefs choose a
-server and change no answer.
+server, and with it the order of the documents.
 """
 
 from collections import OrderedDict

@@ -58,7 +58,8 @@ class EngineConfig:
     read_timeout_s: AboveZero = 300.0
     """Longest silence of the server, in seconds. A long prompt on a slow machine is silent until its first token."""
     max_retries: AtLeastZero = 4
-    """Retries of a request that failed before its first token: no connection, HTTP 429 or 5xx."""
+    """Retries of a request that failed before its first text: no connection, HTTP 429 or 5xx, or no answer in the
+    reply."""
     max_retry_wait_s: float = 30.0
     """Longest wait before a retry, in seconds; the request fails if the server asks for more."""
 

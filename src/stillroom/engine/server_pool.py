@@ -113,6 +113,8 @@ class ServerPool:
             PromptTooLongError: the prompt exceeds the server's context.
         """
         num_failed = num_pauses = 0
+        hopeless = set[str]()
+        """Servers that would answer this request no better after a pause."""
         request = replace(choice.request, number=next(self._numbers))
         url = self._first(choice, request)
         while True:
@@ -126,7 +128,8 @@ class ServerPool:
                         yield replace(progress, route=route)
                 return
             except ServerFailure as failure:
-                if await self._pauses(failure, num_failed, num_pauses):
+                hopeless |= set() if failure.is_passing else {url}
+                if await self._pauses(failure, num_failed, num_pauses, may_wait=len(hopeless) < len(self.urls)):
                     num_pauses += 1
                 num_failed += 1
                 url = self._another(request)
@@ -242,12 +245,12 @@ class ServerPool:
     def _another(self, request: RoutedRequest) -> str:
         return self.choose(dict.fromkeys(self.urls, request))
 
-    async def _pauses(self, failure: ServerFailure, num_failed: int, num_pauses: int) -> bool:
+    async def _pauses(self, failure: ServerFailure, num_failed: int, num_pauses: int, *, may_wait: bool) -> bool:
         """Wait before the next attempt unless another server is available; return whether it waited. Raises the
         failure's error if there is no other attempt."""
         with self._lock:
             has_another = self._beliefs.has_available(self._now())
-        if not has_another and failure.is_passing:
+        if not has_another and may_wait:
             await self._pause(failure, num_failed, num_pauses, self._asked_seconds())
             return True
         if not has_another or num_failed == self._config.max_retries:

@@ -290,7 +290,7 @@ ENGINE_BROKEN = MetricSpec(
 ENGINE_REFUSED = MetricSpec(
     "stillroom_engine_refused_streams_total",
     "counter",
-    "Requests that an engine did not take: it was full, shut down or could not be reached.",
+    "Requests that an engine did not take: it was full, shut down, could not be reached or sent no answer.",
     _ENGINE,
 )
 ENGINE_LOSSES = MetricSpec("stillroom_engine_losses_total", "counter", "Losses of an engine that was in use.", _ENGINE)
