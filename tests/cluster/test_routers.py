@@ -174,6 +174,30 @@ def brute_exact_seconds(request: RoutedRequest, engine: EngineBelief) -> float:
     return min(found)
 
 
+@settings(max_examples=15)
+@given(contents=st.lists(st.integers(0, 11), min_size=1, max_size=24), num_engines=st.integers(2, 5))
+def test_equal_engines_with_long_answers_get_nearly_equal_numbers(contents: list[int], num_engines: int) -> None:
+    """Every prompt is computed before the next one comes, and no answer ends."""
+    engines = [EngineBelief(engine_id=f"{number}") for number in range(num_engines)]
+    for sent, content in enumerate(contents, start=1):
+        chosen = CostRouter(EXACT).choose(request_of([content]), engines)
+        engines = [replace(one, num_outstanding=one.num_outstanding + (one == chosen)) for one in engines]
+
+        assert max(one.num_outstanding for one in engines) <= math.ceil(1.25 * sent / num_engines)
+
+
+def test_tie_goes_home_while_its_home_has_room() -> None:
+    request = request_of([1])
+    home, other = by_hash(NAMES[1], [EngineBelief(engine_id=name) for name in "ab"])
+    router = CostRouter(EXACT)
+
+    assert router.choose(request, [home, replace(other, num_outstanding=1)]).engine_id == home.engine_id
+    assert router.choose(request, [replace(home, num_outstanding=1), other]).engine_id == home.engine_id
+    assert router.choose(request, [replace(home, num_outstanding=2), other]).engine_id == other.engine_id
+    full = [replace(home, num_outstanding=9), replace(other, queue_seconds=9.0)]
+    assert router.choose(request, full).engine_id == home.engine_id, "an engine that is later is not tied"
+
+
 def test_predictions_equal_hand_computed_seconds() -> None:
     """A prompt of 310 tokens: 1 s and 0.01 s a token; the host takes 0.5 s a chunk, the disk 2 s, computing it 1 s."""
     request = request_of([1, 2, 3])

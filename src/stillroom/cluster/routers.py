@@ -1,7 +1,7 @@
 """Pure rules that choose an engine for a request: the product's (`CostRouter`), and the rules that it is compared with.
 
 A choice depends on the arguments only: no clock, no random numbers, no order of the engines. Ties go to the engine that
-the request's chunks prefer by hash.
+the request's chunks prefer by hash; `CostRouter` leaves out those with too many requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +136,8 @@ class CostRouter:
     """The engine with the least predicted time to the first token: waiting, loading and computing.
 
     With `costs.exact_only()` it sees prefixes only, as NVIDIA Dynamo's KV router does (there in blocks in place of
-    seconds). Design and first simulation: docs/cluster.md.
+    seconds). Of tied engines, it takes the first one with room in the hash order of the chunks: consistent hashing with
+    bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018). Design and first simulation: docs/cluster.md.
     """
 
     costs: EngineCosts
@@ -144,6 +145,8 @@ class CostRouter:
     """As in `within_bound`."""
     tie_share: float = 0.02
     """Engines whose time exceeds the least by at most this share of computing the whole prompt are tied."""
+    tie_load_factor: float = 1.25
+    """As in `within_bound`, among tied engines: they answer equally soon, so running answers decide."""
 
     def choose(self, request: RoutedRequest, engines: Sequence[EngineBelief]) -> EngineBelief:
         return self.choose_among({one.engine_id: request for one in engines}, engines)
@@ -157,11 +160,15 @@ class CostRouter:
         Raises:
             EngineUnavailableError: no engine is alive.
         """
-        found = within_bound(alive(engines), self.load_factor)
+        living = alive(engines)
+        found = within_bound(living, self.load_factor)
         work = [predict(requests[one.engine_id], one.held, self.costs).seconds for one in found]
         seconds = [one.queue_seconds + computing for one, computing in zip(found, work, strict=True)]
         request = requests[found[0].engine_id]
         limit = min(seconds) + self.tie_share * self.costs.profile.prefill_seconds(0, request.num_tokens)
         home = min_hash(request.chunks)
         tied = [one for one, needed in zip(found, seconds, strict=True) if needed <= limit]
-        return max(tied, key=lambda one: (weight(home, one.engine_id), one.engine_id))
+        # the bound counts all engines, so that a better belief of the chosen one never changes the choice
+        with_room = {one.engine_id for one in within_bound(living, self.tie_load_factor)}
+        candidates = [one for one in tied if one.engine_id in with_room] or tied
+        return max(candidates, key=lambda one: (weight(home, one.engine_id), one.engine_id))
