@@ -1,9 +1,12 @@
 """What one front knows of its engines: their reports, and the log of what it sent since.
 
 Between two reports of an engine the front adds its own requests: their work to the queue, and their pieces to the KV
-that the engine will hold. Several fronts do not see each other's requests until the engine reports them.
+that the engine will hold. A request counts in the queue until its first token is there, however long that takes, and as
+much longer than predicted as first tokens of this engine have taken lately. Several fronts do not see each other's
+requests until the engine reports them.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,16 +29,25 @@ class EngineReport:
     """Requests that it has not completed."""
 
 
+_MAX_SLOWNESS = 100.0
+_NEWEST_SHARE = 0.25
+"""Of the last first token in the moving average of an engine's slowness."""
+_FORGET_SECONDS = 60.0
+"""After so long without a first token, an engine's slowness counts 1/e."""
+
+
 @dataclass(slots=True)
 class _Sent:
     """A request of this front."""
 
     at_seconds: float
     work_seconds: float
+    predicted_seconds: float
+    """To its first token, waiting included, for an engine that is as fast as its cost profile."""
     names: tuple[bytes, ...]
     """Of the KV that it leaves on the engine."""
     computed_at: float | None = None
-    """Time of its first token."""
+    """Time of its first token, or of its end without one."""
 
 
 class _Holdings:
@@ -77,16 +89,54 @@ class _Holdings:
 
 
 @dataclass(slots=True)
+class _Slowness:
+    """Moving average of real over predicted seconds to the first token."""
+
+    ratio: float = 1.0
+    at_seconds: float = 0.0
+
+    def add(self, ratio: float, now: float) -> None:
+        before = self._remembered(now)
+        self.ratio, self.at_seconds = before + _NEWEST_SHARE * (min(ratio, _MAX_SLOWNESS) - before), now
+
+    def at(self, now: float) -> float:
+        """Return the factor by which work takes longer, in [1, 100]."""
+        return min(max(self._remembered(now), 1.0), _MAX_SLOWNESS)
+
+    def _remembered(self, now: float) -> float:
+        return 1.0 + (self.ratio - 1.0) * math.exp(-max(0.0, now - self.at_seconds) / _FORGET_SECONDS)
+
+
+@dataclass(slots=True)
 class _EngineLog:
     work_until: float
     """When the engine will have computed all prompts that the front knows of."""
     heard_at: float
+    computed_at: float = -math.inf
+    """Time of the last first token."""
+    slowness: _Slowness = field(default_factory=_Slowness)
     holdings: _Holdings = field(default_factory=_Holdings)
     num_others: int = 0
     """Outstanding requests of other fronts, by the last report."""
     outstanding: dict[int, _Sent] = field(default_factory=dict)
     unsettled: list[_Sent] = field(default_factory=list)
     """Requests whose KV no report covers yet."""
+
+    def queue_seconds(self, now: float, slowness: float) -> float:
+        """Return the predicted seconds until the engine would begin a new prompt.
+
+        Args:
+            slowness: factor on the work of requests that have no first token yet.
+        """
+        waiting = [one for one in self.outstanding.values() if one.computed_at is None]
+        if not waiting:
+            return max(0.0, self.work_until - now)
+        begun = max(waiting[0].at_seconds, self.computed_at)
+        work = [slowness * one.work_seconds for one in waiting]
+        done = now - begun
+        if done < work[0]:  # else it is late, and how much of it is left is unknown
+            work[0] -= done
+        return max(self.work_until - now, sum(work))
 
 
 class FrontBeliefs:
@@ -132,10 +182,11 @@ class FrontBeliefs:
             work_seconds: predicted, without waiting.
         """
         log = self._engines[engine_id]
+        predicted = log.queue_seconds(now, 1.0) + work_seconds
         names = tuple(piece.key for piece in request.pieces)
         if self._places_computed:
             names += tuple(piece.content for piece in request.pieces)
-        sent = _Sent(now, work_seconds, names)
+        sent = _Sent(now, work_seconds, predicted, names)
         log.outstanding[request.number] = sent
         log.unsettled.append(sent)
         log.work_until = max(now, log.work_until) + work_seconds
@@ -143,15 +194,22 @@ class FrontBeliefs:
 
     def on_first_token(self, engine_id: str, number: int, now: float) -> None:
         """Note that an engine has computed a prompt. No effect for an engine that was lost."""
-        if engine_id in self._engines:
-            self._engines[engine_id].outstanding[number].computed_at = now
-
-    def on_end(self, engine_id: str, number: int, now: float) -> None:
-        """Note that a request is complete. No effect for an engine that was lost."""
         log = self._engines.get(engine_id)
         if log is None:
             return
-        del log.outstanding[number]
+        sent = log.outstanding[number]
+        sent.computed_at = log.computed_at = now
+        if sent.predicted_seconds > 0.0:
+            log.slowness.add((now - sent.at_seconds) / sent.predicted_seconds, now)
+
+    def on_end(self, engine_id: str, number: int, now: float) -> None:
+        """Note that a request has ended, complete or not. No effect for an engine that was lost."""
+        log = self._engines.get(engine_id)
+        if log is None:
+            return
+        sent = log.outstanding.pop(number)
+        if sent.computed_at is None:  # from now on, reports tell what the engine holds
+            sent.computed_at = now
         if not log.outstanding and not log.num_others:
             log.work_until = min(log.work_until, now)
 
@@ -161,7 +219,7 @@ class FrontBeliefs:
             EngineBelief(
                 engine_id=engine_id,
                 held=log.holdings.believed,
-                queue_seconds=max(0.0, log.work_until - now),
+                queue_seconds=log.queue_seconds(now, log.slowness.at(now)),
                 num_outstanding=len(log.outstanding) + log.num_others,
                 age_seconds=max(0.0, now - log.heard_at),
             )

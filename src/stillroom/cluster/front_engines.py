@@ -85,8 +85,8 @@ class _Engine:
     """Why it gets no request; empty if it may get one."""
     is_misfit: bool = False
     """Whether it was asked, and does not fit this front."""
-    open: dict[int, bool] = field(default_factory=dict)
-    """Requests under way, of this epoch, by number: whether the first token was there."""
+    open: set[int] = field(default_factory=set)
+    """Numbers of the requests under way, of this epoch."""
     counts: EngineCounts = field(default_factory=EngineCounts)
 
 
@@ -261,7 +261,7 @@ class FrontEngines:
         prediction = None if costs is None else predict(request, chosen.held, costs)
         work = 0.0 if prediction is None else prediction.seconds
         self._beliefs.on_sent(chosen.engine_id, request, work, now)
-        engine.open[number] = False
+        engine.open.add(number)
         engine.counts.num_sent += 1
         assert engine.info is not None, "beliefs know engines with information only"
         return Sent(
@@ -284,15 +284,13 @@ class FrontEngines:
             engine.counts.predicted_seconds += sent.predicted_seconds
             engine.counts.first_token_seconds += now - sent.at
         if self._is_open(engine, sent):
-            engine.open[sent.number] = True
             self._beliefs.on_first_token(sent.engine, sent.number, now)
 
     def on_end(self, sent: Sent, now: float) -> None:
         """Note that a stream ended, whether it was complete or not."""
         engine = self._engines.get(sent.engine)
         if engine is not None and self._is_open(engine, sent):
-            if not engine.open.pop(sent.number):  # never computed: from now on, reports tell what the engine holds
-                self._beliefs.on_first_token(sent.engine, sent.number, now)
+            engine.open.remove(sent.number)
             self._beliefs.on_end(sent.engine, sent.number, now)
 
     def on_broken(self, sent: Sent, problem: str) -> None:
