@@ -60,14 +60,27 @@ def launched(*args: str, program: str = PROGRAM) -> Iterator["subprocess.Popen[s
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_stops_a_loading_server_at_once(number: signal.Signals) -> None:
-    endless = PROGRAM.replace(
-        "file=sys.stderr, flush=True)", "file=sys.stderr, flush=True); threading.Event().wait()", 1
-    )
+ENDLESS = PROGRAM.replace("file=sys.stderr, flush=True)", "file=sys.stderr, flush=True); threading.Event().wait()", 1)
+"""Loads for ever."""
+
+
+def test_front_without_an_engine_says_what_it_waits_for(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with launched("--port", str(port), program=endless) as process:
+    with launched("--port", str(port), "--engines", f"file://{tmp_path}/engines", program=ENDLESS) as process:
+        assert process.stderr
+        assert [process.stderr.readline() for _ in range(2)] == ["loading fake-model ...\n", "warming up\n"]
+        (reason,) = httpx.get(f"http://127.0.0.1:{port}/readyz").json()["reasons"]
+        process.kill()
+    assert "waiting for an engine at the addresses in engine.urls; the log names them" in reason
+    assert str(tmp_path) not in reason, "it is told without a key"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_stops_a_loading_server_at_once(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with launched("--port", str(port), program=ENDLESS) as process:
         assert process.stderr
         assert [process.stderr.readline() for _ in range(2)] == ["loading fake-model ...\n", "warming up\n"]
         ready = httpx.get(f"http://127.0.0.1:{port}/readyz")

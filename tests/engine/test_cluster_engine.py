@@ -16,6 +16,7 @@ from stillroom.config.engine_address import parse_engine_addresses
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
+from stillroom.engine import cluster_engine
 from stillroom.engine.cluster_client import ClusterClient
 from stillroom.engine.cluster_engine import ClusterEngine, Patience
 from stillroom.engine.events import TokenEvent
@@ -220,6 +221,39 @@ def test_request_waits_for_an_engine_and_gives_up() -> None:
         fixture.engine._patience = Patience(3, 0.05)
         error = fixture.failure()
     assert isinstance(error, EngineClosedError) and str(error) == "no room"
+
+
+def test_request_waits_for_engines_that_are_starting_longer_than_for_others() -> None:
+    with talking(WHOLE, number=1) as fixture:
+        (engine,) = fixture.engines
+        front_engine = fixture.engine
+        free, engine.state = engine.state, replace(engine.state, is_draining=True)
+        until(lambda: front_engine.problem is not None)
+        front_engine._patience = Patience(3, 0.01)
+        asked = threading.Event()
+
+        def num_starting() -> int:
+            asked.set()
+            return 2
+
+        front_engine.num_starting = num_starting
+        (received,) = fixture.submit("waits")
+        assert asked.wait(20)
+        assert front_engine.problem == "no engine takes requests now; 2 are starting"
+        engine.state = free
+        assert tokens(read(received)) == [3, 4, 5]
+
+
+def test_request_that_waited_too_long_for_starting_engines_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_engine, "MAX_START_SECONDS", 0.02)
+    with talking(number=1) as fixture:
+        fixture.engines[0].state = replace(fixture.engines[0].state, is_draining=True)
+        until(lambda: fixture.engine.problem is not None)
+        fixture.engine._patience = Patience(3, 0.01)
+        fixture.engine.num_starting = lambda: 2
+        error = fixture.failure()
+    assert isinstance(error, EngineUnavailableError)
+    assert "engine.wait_s is 0.01 s" in str(error) and "2 engines of this server are starting" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,22 @@ def test_engine_that_ends_again_and_again_is_given_up(launches: Launches, caplog
     assert "1 of 2 engines are ready" in caplog.text
 
 
+def test_engine_counts_as_starting_until_it_is_ready_or_given_up(launches: Launches) -> None:
+    with engines(launches) as replicas:
+        assert replicas.num_starting == 0
+        replicas.start()
+        assert replicas.num_starting == 0
+        launches.kind = "loading"
+        os.kill(launches.started[0].pid, signal.SIGKILL)
+        until(lambda: replicas.num_starting == 1)
+        until(lambda: len(launches.started) == 3)
+        assert replicas.num_starting == 1 and replicas.num_ready == 1
+        launches.kind = "fails"
+        os.kill(launches.started[2].pid, signal.SIGKILL)
+        until(lambda: replicas.num_starting == 0)
+        assert replicas.num_ready == 1, "the other one is given up"
+
+
 def test_first_engine_starts_alone(launches: Launches) -> None:
     launches.kinds = {0: "fails"}
     with pytest.raises(EngineError, match=r"engine 1 \(process \d+\) ended with exit code 2 before it was ready"):

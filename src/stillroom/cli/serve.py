@@ -58,6 +58,10 @@ _BACKGROUND_WORK = (
 """Loggers whose records tell what the server itself does and uses; shown without --quiet."""
 
 TenantsOption = Annotated[
+_FRONT_STEP = "loading the indexes, and waiting for an engine at the addresses in engine.urls; the log names them"
+"""Shown to callers without a key, so it holds no address."""
+
+TenantsOption = Annotated[
     Path | None,
     typer.Option("--tenants", metavar="DIR", help="Folder of the knowledge bases of tenants other than `default`."),
 ]
@@ -205,13 +209,16 @@ class _ServedApp:
             self._notify(f"{self._kb} has no documents yet: stillroom add PATH --kb {self._kb}, or upload them")
         self._notify(f"loading {own.model_name} ...")
         self._engines.start(partial(setattr, loading, "step"))
-        loading.step = "loading the model and the indexes"
-        self._warm_up(own, loading)
+        is_front = self._settings.engine.kind == "cluster"
+        loading.step = _FRONT_STEP if is_front else "loading the model and the indexes"
+        self._warm_up(own)
+        if isinstance(self._engines, Replicas):
+            _wait_for_starts(own, self._engines)
         config = self._settings.server
         tracing = self._opened.enter_context(exporting(config.otlp_endpoint))
         return create_app(own, tenants=tenants, keys=access.keys, host=config.host, tracing=tracing)
 
-    def _warm_up(self, own: "Stillroom", loading: "Loading") -> None:
+    def _warm_up(self, own: "Stillroom") -> None:
         """Load everything. A front waits for its first engine without limit, because both may start in any order."""
         while True:
             try:
@@ -219,8 +226,19 @@ class _ServedApp:
             except EngineUnavailableError as error:
                 if self._settings.engine.kind != "cluster":
                     raise
-                loading.step = "waiting for an engine"
                 logger.warning("%s; the server waits for an engine", error)
+
+
+def end_process() -> NoReturn:
+    """End the process without unwinding, because the loading thread may be in native code that cannot be interrupted.
+
+def _wait_for_starts(own: "Stillroom", engines: Replicas) -> None:
+    """Let requests wait for engines that this server is starting again."""
+    from stillroom.backends.cluster_backend import ClusterBackend
+
+    backend = own.load_backend()
+    assert isinstance(backend, ClusterBackend)
+    backend.engine.num_starting = lambda: engines.num_starting
 
 
 def end_process() -> NoReturn:

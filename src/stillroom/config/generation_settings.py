@@ -71,7 +71,9 @@ class EngineConfig:
     """Engines of a cluster that may take a request and not complete it before the request fails; the first is not
     counted."""
     wait_s: AboveZero = 30.0
-    """Longest wait for an engine of a cluster that takes requests, in seconds: at the start, and of a request."""
+    """Longest wait for an engine of a cluster that takes requests, in seconds: at the start, and of a request. Set it
+    above the time in which an engine loads; with `serve --replicas` a request waits up to 300 s for engines that
+    start."""
     silence_s: AboveZero = 12.0
     """Silence after which an answer of a cluster's engine is continued by another one, in seconds. Engines send a sign
     of life every 5 s."""

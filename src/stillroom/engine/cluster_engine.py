@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stillroom.cluster.directory import EngineDirectory
@@ -35,6 +35,11 @@ from stillroom.errors import (
 )
 
 logger = logging.getLogger(__name__)
+
+MAX_START_SECONDS = 300.0
+"""Longest wait of a request for an engine that is starting, if that is longer than `engine.wait_s`."""
+_CHECK_SECONDS = 1.0
+"""Between two looks at whether engines are starting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ class ClusterEngine:
         self._requests: dict[RequestId, _Request] = {}
         """By the ids of their samples, until these have ended."""
         self._num_moved = self._num_unbegun = 0
+        self.num_starting: Callable[[], int] = lambda: 0
+        """Returns how many engines this process is starting (`serve --replicas`); requests wait for them."""
         self._closing = threading.Lock()  # orders every submit before, or after, the end of the loop
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
@@ -103,7 +110,10 @@ class ClusterEngine:
     @property
     def problem(self) -> str | None:
         """Why no request can be answered now, in words for callers; None if an engine may take one."""
-        return None if self._engines.num_alive else "no engine takes requests now"
+        if self._engines.num_alive:
+            return None
+        num_starting = self.num_starting()
+        return "no engine takes requests now" + (f"; {num_starting} are starting" if num_starting else "")
 
     @property
     def infos(self) -> tuple[EngineInfo, ...]:
@@ -237,7 +247,7 @@ class ClusterEngine:
             EngineError: none does.
         """
         begun = self._now() if request.waits_since is None else request.waits_since
-        if request.refusal is not None and self._now() > begun + self._patience.wait_s:
+        if request.refusal is not None and self._now() > self._waits_until(begun):
             raise request.refusal
         while True:
             try:
@@ -246,14 +256,32 @@ class ClusterEngine:
                 request.waits_since = begun
                 # without a token the caller can do better than wait: ask again when a full queue is shorter
                 is_full = isinstance(request.refusal, QueueFullError) and not request.forwarding.has_begun
-                if is_full or not await self._watch.changed(begun + self._patience.wait_s):
-                    raise request.refusal or error from None
+                if is_full or not await self._has_news(begun):
+                    raise request.refusal or self._with_starts(error, begun) from None
             else:
                 if request.forwarding.has_begun and sent.fingerprint != request.fingerprint:
                     self._engines.on_end(sent, self._now())
                     raise EngineUnavailableError("the engines' model changed while the answer was generated; ask again")
                 request.fingerprint = sent.fingerprint
                 return sent
+
+    def _waits_until(self, begun: float) -> float:
+        wait_s = self._patience.wait_s
+        return begun + (max(wait_s, MAX_START_SECONDS) if self.num_starting() else wait_s)
+
+    async def _has_news(self, begun: float) -> bool:
+        """Wait for news of an engine; False if a request that waits since then has waited long enough."""
+        while not await self._watch.changed(min(self._waits_until(begun), self._now() + _CHECK_SECONDS)):
+            if self._now() >= self._waits_until(begun):
+                return False
+        return True
+
+    def _with_starts(self, error: EngineUnavailableError, begun: float) -> EngineUnavailableError:
+        """Return an error that says how long a request has waited, and for what."""
+        num_starting = self.num_starting()
+        waited = f"the request has waited {self._now() - begun:.0f} s (engine.wait_s is {self._patience.wait_s:g} s)"
+        starts = f"; {num_starting} engines of this server are starting" if num_starting else ""
+        return EngineUnavailableError(f"{error}; {waited}{starts}")
 
     async def _try(self, request: _Request, sent: Sent) -> None:
         """Let an engine generate the answer, to its end or until its stream breaks."""

@@ -57,6 +57,11 @@ class Replicas:
     def num_ready(self) -> int:
         return len(self._ready())
 
+    @property
+    def num_starting(self) -> int:
+        """Engines that are not ready and not given up: they load, or wait to be started again."""
+        return max(0, sum(thread.is_alive() for thread in self._threads) - self.num_ready)
+
     def start(self, progress: Callable[[str], None] = lambda text: None) -> None:
         """Start all engines; return when all are ready.
 
