@@ -156,21 +156,44 @@ def test_file_is_read_again_and_its_absence_or_damage_keeps_the_engines(
         write("http://c:3\n")
         assert await engines.look() == {"http://c:3"}
         write("http://d:4\nnonsense\n")
-        assert await engines.look() == {"http://c:3"}
+        assert await engines.look() == {"http://d:4"}
+        write("nonsense\n")
+        assert await engines.look() == {"http://d:4"}
         path.unlink()
-        assert await engines.look() == {"http://c:3"}
+        assert await engines.look() == {"http://d:4"}
         write("")
         assert await engines.look() == frozenset()
 
     run(test)
-    assert "line 2='nonsense' is not the address of an engine" in caplog.text
+    assert "1 of 2 lines are skipped: line 2='nonsense' is not the address of an engine" in caplog.text
+    assert "line 1='nonsense' is not the address of an engine" in caplog.text
     assert "No such file" in caplog.text
 
 
 def test_list_holds_engines_only() -> None:
-    assert engines_of_list("\n# none\n") == frozenset()
+    assert engines_of_list("\n# none\n") == (frozenset(), "")
+    found, problem = engines_of_list("http://a:1\ndns://engines\nnonsense")
+    assert found == {"http://a:1"}
+    assert problem.startswith("2 of 3 lines are skipped: line 2: a list has addresses of engines only")
     with pytest.raises(ConfigError, match="line 2: a list has addresses of engines only"):
-        engines_of_list("http://a:1\ndns://engines\n")
+        engines_of_list("\ndns://engines\n")
+
+
+def test_place_without_an_engine_is_logged_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        empty, missing = tmp_path / "empty", tmp_path / "missing"
+        empty.write_text("# none yet\n")
+        engines = looking(f"file://{empty},file://{missing}")
+        for _ in range(2):
+            assert await engines.look() == frozenset()
+        empty.write_text("http://a:1\n")
+        assert await engines.look() == {"http://a:1"}
+
+    run(test)
+    first, second, third = caplog.messages
+    assert f"{tmp_path}/empty" in first and first.endswith("it names no engine now")
+    assert f"{tmp_path}/missing" in second and second.endswith("no engine is known from there")
+    assert third.endswith("it names engines now")
 
 
 class Lists(BaseHTTPRequestHandler):

@@ -24,6 +24,7 @@ MAX_LOOK_SECONDS = 5.0
 """Longest time that a look waits for a place; a later look uses what it replies then."""
 
 _KEPT = "the engines of its last reply stay in use"
+_EMPTY = "it names no engine now"
 _UNKNOWN_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -64,11 +65,11 @@ class _Place:
         self._address = address
         self._resolve = resolve
         self._engines = frozenset({address.url} if address.source == "engine" else ())
-        self._asking: asyncio.Task[frozenset[str]] | None = None
+        self._asking: asyncio.Task[tuple[frozenset[str], str]] | None = None
         self._problem = ""
         """Of the last reply; the log has it."""
 
-    def ask(self) -> "asyncio.Task[frozenset[str]] | None":
+    def ask(self) -> "asyncio.Task[tuple[frozenset[str], str]] | None":
         """Begin to ask, unless the last question has no reply yet; None if there is nothing to ask."""
         if self._address.source == "engine":
             return None
@@ -81,20 +82,21 @@ class _Place:
         asking = self._asking
         if asking is None:
             return self._engines
+        kept = _KEPT if self._engines else "no engine is known from there"
         if not asking.done():
-            self._report(f"no reply within {MAX_LOOK_SECONDS:g} s; {_KEPT}")
+            self._report(f"no reply within {MAX_LOOK_SECONDS:g} s; {kept}")
             return self._engines
         self._asking = None
         try:
-            self._engines = asking.result()
+            self._engines, problem = asking.result()
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ConfigError, UnicodeDecodeError) as error:
             is_unknown = isinstance(error, socket.gaierror) and error.errno in _UNKNOWN_NAME
             if is_unknown:  # as a service of Kubernetes without ready pods
                 self._engines = frozenset()
             reason = str(error) or type(error).__name__
-            self._report("the name does not exist, or has no engine now" if is_unknown else f"{reason}; {_KEPT}")
+            self._report("the name does not exist, or has no engine now" if is_unknown else f"{reason}; {kept}")
         else:
-            self._report("")
+            self._report(problem or ("" if self._engines else _EMPTY))
         return self._engines
 
     async def close(self) -> None:
@@ -103,10 +105,11 @@ class _Place:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._asking
 
-    async def _ask(self) -> frozenset[str]:
+    async def _ask(self) -> tuple[frozenset[str], str]:
+        """Return the engines, and what is wrong with the reply; empty: nothing."""
         address = self._address
         if address.source == "dns":
-            return await self._addresses_of_name()
+            return await self._addresses_of_name(), ""
         if address.file is not None:
             text = await asyncio.to_thread(address.file.read_text, encoding="utf-8")
             return engines_of_list(text)
@@ -124,29 +127,43 @@ class _Place:
     def _report(self, problem: str) -> None:
         if problem == self._problem:
             return
-        self._problem = problem
+        before, self._problem = self._problem, problem
         if problem:
             logger.warning("looking for engines at %s: %s", self._address, problem)
         else:
-            logger.warning("looking for engines at %s: it replies again", self._address)
+            now = "it names engines now" if before == _EMPTY else "it replies again"
+            logger.warning("looking for engines at %s: %s", self._address, now)
 
 
-def engines_of_list(text: str) -> frozenset[str]:
+def engines_of_list(text: str) -> tuple[frozenset[str], str]:
     """Read a list of engines: an address `http://host:port` a line; empty lines and those after `#` are skipped.
 
+    Returns:
+        The engines, and what is wrong with the first line that is something else; empty if all lines are right.
+
     Raises:
-        ConfigError: a line is something else; the message has its number.
+        ConfigError: there is such a line, and no line is right.
     """
-    found = set()
+    found, problems = set(), []
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.partition("#")[0].strip()
         if not line:
             continue
-        address = parse_engine_address(f"line {number}", line)
-        if address.source != "engine":
-            raise ConfigError(f"line {number}: a list has addresses of engines only, such as http://10.0.0.7:9100")
-        found.add(address.url)
-    return frozenset(found)
+        try:
+            found.add(_engine_of_line(f"line {number}", line))
+        except ConfigError as error:
+            problems.append(error)
+    if problems and not found:
+        raise problems[0]
+    skipped = f"{len(problems)} of {len(found) + len(problems)} lines are skipped: " if problems else ""
+    return frozenset(found), skipped + "".join(map(str, problems[:1]))
+
+
+def _engine_of_line(name: str, line: str) -> str:
+    address = parse_engine_address(name, line)
+    if address.source != "engine":
+        raise ConfigError(f"{name}: a list has addresses of engines only, such as http://10.0.0.7:9100")
+    return address.url
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:
