@@ -11,11 +11,17 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
 
+from stillroom.core.clock import VirtualClock
 from stillroom.errors import ConfigError
 from stillroom.rag.stillroom import Stillroom
 from stillroom.server.auth.key_ring import KeyRing
+from stillroom.server.middleware import RequestObserver
 from stillroom.telemetry.logs import REQUEST_ID, configure_logging
+from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.spans import PHASES, Tracing, current_span, exporting
 from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, serving
@@ -74,6 +80,35 @@ def test_access_log_names_the_caller_and_never_the_content(
     assert (refused["path"], refused["status"], refused["caller"]) == ("other", 401, "-")
     for secret in (key, "rotate", "hidden", "wrong", "secret"):
         assert secret not in capturing
+
+
+def test_polling_of_an_engine_is_not_logged_and_its_refusals_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock, statuses = VirtualClock(), {"/engine/v1/info": 200, "/engine/v1/state": 200, "/engine/v1/answers": 200}
+
+    async def reply(request: Request) -> Response:
+        return Response(status_code=statuses[request.url.path])
+
+    routes = [Route(path, reply) for path in statuses]
+    transport = httpx.ASGITransport(RequestObserver(Router(routes), Metrics(), clock, routes))
+
+    async def ask(path: str) -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            await client.get(path)
+
+    def logged_by(path: str) -> int:
+        caplog.clear()
+        asyncio.run(ask(path))
+        return len(caplog.records)
+
+    with caplog.at_level(logging.INFO, "stillroom.server.access"):
+        assert [logged_by(path) for path in statuses] == [0, 0, 1]
+        statuses |= dict.fromkeys(statuses, 401)
+        assert [logged_by("/engine/v1/info") for _ in range(3)] == [1, 0, 0]
+        clock.advance(61.0)
+        assert [logged_by("/engine/v1/info") for _ in range(2)] == [1, 0]
+        assert [logged_by("/engine/v1/answers") for _ in range(2)] == [1, 1]
+        statuses["/engine/v1/state"] = 500
+        assert [logged_by("/engine/v1/state") for _ in range(2)] == [1, 1]
 
 
 def test_log_records_of_a_request_have_its_id(logged: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ record written while the request runs, and in the trace. The log names the calle
 
 import contextlib
 import logging
+import math
 import re
 import uuid
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stillroom.cluster.wire import PREFIX
 from stillroom.core.clock import Clock
 from stillroom.core.panics import ENDINGS
 from stillroom.server.error_replies import CLIENT_CLOSED_REQUEST, STREAM_ERROR_STATUS, error_response
@@ -28,8 +30,10 @@ access = logging.getLogger("stillroom.server.access")
 UNKNOWN_PATH = "other"
 """Path in metrics and log of every request that matches no route, so that a scanner cannot add labels."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_PROBES = ("/healthz", "/readyz", "/metrics")
-"""Polled by machines; successful requests are logged at DEBUG only."""
+_PROBES = ("/healthz", "/readyz", "/metrics", f"{PREFIX}/info", f"{PREFIX}/state")
+"""Polled by machines; successful requests are logged at DEBUG only, and those without a right key once a minute."""
+_REPEAT_SECONDS = 60.0
+_MAX_REFUSED_CLIENTS = 1000
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -53,6 +57,8 @@ class RequestObserver:
         self._clock = clock
         self._routes = routes
         self._tracing = tracing
+        self._refused_at: dict[str, float] = {}
+        """When the refusal of a client's polling was logged last, by address."""
         metrics.expect_http_requests([*map(_path, routes), UNKNOWN_PATH])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,8 +133,19 @@ class RequestObserver:
             span.set({"http.request.method": method, "http.route": path, "http.response.status_code": status})
             span.rename(f"{method} {path}")
             fields["trace_id"] = span.trace_id
-        level = logging.DEBUG if path in _PROBES and status < 400 else logging.INFO
+        is_quiet = path in _PROBES and (status < 400 or (status == 401 and self._is_repeated(str(fields["client"]))))
+        level = logging.DEBUG if is_quiet else logging.INFO
         access.log(level, "%(method)s %(path)s %(status)s %(seconds)ss %(caller)s", fields, extra={"fields": fields})
+
+    def _is_repeated(self, client: str) -> bool:
+        """Whether a refusal of this client's polling was logged within the last minute; else notes that it is now."""
+        now = self._clock.monotonic()
+        if now - self._refused_at.get(client, -math.inf) < _REPEAT_SECONDS:
+            return True
+        if len(self._refused_at) >= _MAX_REFUSED_CLIENTS:
+            self._refused_at.clear()
+        self._refused_at[client] = now
+        return False
 
     def _template(self, scope: Scope) -> str:
         """Return the path template, also of a request that was answered before it reached its route."""
