@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -21,13 +22,28 @@ from stillroom.rag.stillroom import Stillroom
 from stillroom.server.app import create_app
 from stillroom.server.auth.key_ring import KeyRing
 from stillroom.server.limits.admission import AdmissionControl
+from stillroom.server.limits.draining import Draining
 from stillroom.server.limits.rates import Bucket
+from stillroom.server.limits.workers import Workers
 from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, serving
 from tests.server.knowledge import write_knowledge
 from tests.server.test_keys import add, bearer
 
 pytestmark = pytest.mark.microworld
+
+
+def test_stopping_server_tells_once_what_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    for num_running in (0, 3):
+        admission = AdmissionControl(1, 0, 0.0, clock)
+        admission.num_in_flight = num_running
+        draining = Draining(admission, Workers(), lambda: None, 7.0, clock)
+        with caplog.at_level(logging.INFO):
+            assert [draining.is_over() for _ in range(2)] == [not num_running] * 2
+    assert caplog.messages == [
+        "stopping: 3 running requests get up to 7 s (server.grace_s); a second Ctrl-C ends them at once"
+    ]
 
 
 @contextmanager

@@ -36,6 +36,9 @@ class NoEngines:
     def start(self, progress: Callable[[str], None]) -> None:
         pass
 
+    def terminate(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

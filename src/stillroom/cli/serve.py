@@ -53,11 +53,11 @@ _BACKGROUND_WORK = (
     "stillroom.kvstore.shared.guarded_calls",
     "stillroom.rag.preparing",
     "stillroom.retrieval.reembedding",
+    "stillroom.server.limits.draining",
     "stillroom.supervision.replicas",
 )
 """Loggers whose records tell what the server itself does and uses; shown without --quiet."""
 
-TenantsOption = Annotated[
 _FRONT_STEP = "loading the indexes, and waiting for an engine at the addresses in engine.urls; the log names them"
 """Shown to callers without a key, so it holds no address."""
 
@@ -171,7 +171,10 @@ def serve(  # noqa: PLR0913  one parameter per flag
             own_engines.close()
             notify("stopped while loading")
             end_process()
+        if replicas:
+            notify(f"waiting for {replicas} engines to end")
         with ignoring_signals():
+            own_engines.terminate()
             opened.close()
         notify("stopped")
 
@@ -228,9 +231,6 @@ class _ServedApp:
                     raise
                 logger.warning("%s; the server waits for an engine", error)
 
-
-def end_process() -> NoReturn:
-    """End the process without unwinding, because the loading thread may be in native code that cannot be interrupted.
 
 def _wait_for_starts(own: "Stillroom", engines: Replicas) -> None:
     """Let requests wait for engines that this server is starting again."""

@@ -91,14 +91,20 @@ class Replicas:
             self.close()
             raise EngineError(self._failure)
 
-    def close(self) -> None:
-        """End all engines, and wait for it. Idempotent."""
+    def terminate(self) -> None:
+        """Ask all engines to end, and start none again. Idempotent."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
+            for one in self._running:
+                if one is not None:
+                    one.terminate()
+
+    def close(self) -> None:
+        """End all engines, and wait for it. Idempotent."""
+        self.terminate()
+        with self._changed:
             running = [one for one in self._running if one is not None]
-        for one in running:
-            one.terminate()
         end = self._clock.monotonic() + self._stop_seconds
         for one in running:
             one.stop(max(0.0, end - self._clock.monotonic()))

@@ -6,11 +6,14 @@ is never taken for a complete one. A change of documents that has begun is compl
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from stillroom.core.clock import Clock
 from stillroom.server.limits.admission import AdmissionControl
 from stillroom.server.limits.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 _LAST_EVENTS_S = 5.0
 """Time for the last events to be sent."""
@@ -45,6 +48,13 @@ class Draining:
         if self._began is None:
             self._began = now
             self._admission.is_closing = True
+            if num_running := self._admission.num_in_flight:
+                logger.info(
+                    "stopping: %d running %s up to %g s (server.grace_s); a second Ctrl-C ends them at once",
+                    num_running,
+                    "request gets" if num_running == 1 else "requests get",
+                    self._grace,
+                )
         if self._admission.num_in_flight == 0:
             return True
         if self._ending_answers is None and (hurry or now >= self._began + self._grace):
