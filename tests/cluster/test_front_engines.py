@@ -196,6 +196,23 @@ def test_broken_stream_loses_its_engine_once() -> None:
     assert found.counts[A].num_broken == 2 and found.counts[A].num_losses == 1
 
 
+def test_silence_is_a_loss_and_counts_once() -> None:
+    found = engines(A)
+    for _ in range(3):
+        found.on_silent(A, "silent for 2 s")
+    assert found.counts[A].num_losses == 1
+    found.on_lost(A, "silent for 10 s")
+    assert found.counts[A].num_losses == 1, "it was counted when it fell silent"
+    found.on_silent(A, "silent for 2 s")
+    assert found.counts[A].num_losses == 1, "it was not in use"
+    found.on_info(A, INFO, 20.0)
+    found.on_state(A, state(), 20.0)
+    found.on_silent(A, "silent for 2 s")
+    found.on_state(A, state(2), 21.0)
+    found.on_lost(A, "no connection")
+    assert found.counts[A].num_losses == 3
+
+
 def test_draining_and_silent_engines_get_nothing() -> None:
     found = engines(A, B)
     found.on_state(A, state(2, is_draining=True), 1.0)

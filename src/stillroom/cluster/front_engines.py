@@ -64,7 +64,7 @@ class EngineCounts:
     num_refused: int = 0
     """Requests that the engine did not take: it was full, or could not be reached."""
     num_losses: int = 0
-    """Times that the engine was lost."""
+    """Times that the engine was lost, or missed a report."""
     num_predicted: int = 0
     """First tokens with a prediction."""
     predicted_seconds: float = 0.0
@@ -83,6 +83,8 @@ class _Engine:
     """It refused a request since its last report."""
     problem: str = "it was not heard of yet"
     """Why it gets no request; empty if it may get one."""
+    is_silent: bool = False
+    """Whether it missed its last report; counted as a loss."""
     is_misfit: bool = False
     """Whether it was asked, and does not fit this front."""
     open: set[int] = field(default_factory=set)
@@ -163,6 +165,7 @@ class FrontEngines:
             self.on_lost(address, "it started again")
             return False
         engine.sequence, engine.state, engine.is_paused = state.sequence, state, False
+        engine.is_silent = False
         report = EngineReport(
             at_seconds=asked_at,
             changes=state.changes if not state.is_all else self._since_all(address, state, asked_at),
@@ -194,13 +197,17 @@ class FrontEngines:
         if engine.info is not None:
             self._beliefs.lose_engine(address)
             engine.info = engine.state = None
-            engine.counts.num_losses += 1
+            engine.counts.num_losses += not engine.is_silent
+        engine.is_silent = False
         self._set_problem(address, engine, problem)
 
     def on_silent(self, address: str, problem: str) -> None:
         """Send nothing more to an engine until its next report; it is not lost yet."""
         engine = self._engines.get(address)
         if engine is not None:
+            if engine.info is not None and not engine.is_silent:
+                engine.counts.num_losses += 1
+                engine.is_silent = True
             self._set_problem(address, engine, problem)
 
     def _check(self, address: str, info: EngineInfo) -> None:

@@ -293,7 +293,12 @@ ENGINE_REFUSED = MetricSpec(
     "Requests that an engine did not take: it was full, shut down, could not be reached or sent no answer.",
     _ENGINE,
 )
-ENGINE_LOSSES = MetricSpec("stillroom_engine_losses_total", "counter", "Losses of an engine that was in use.", _ENGINE)
+ENGINE_LOSSES = MetricSpec(
+    "stillroom_engine_losses_total",
+    "counter",
+    "Losses of an engine that was in use: no connection, a broken stream, another start, or no report within 2 s.",
+    _ENGINE,
+)
 ENGINE_PREDICTED = MetricSpec(
     "stillroom_engine_predicted_first_token_seconds_total",
     "counter",
