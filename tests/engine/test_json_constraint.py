@@ -14,6 +14,7 @@ from stillroom.core.request import FinishReason, Request
 from stillroom.errors import UsageError
 from stillroom.models.json_constraint import JsonConstraint, JsonConstraints
 from stillroom.models.tokenizer import Tokenizer
+from stillroom.models.vocabulary import load_vocabulary
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
 from tests.fakes import byte_tokenizer
 
@@ -203,3 +204,11 @@ def test_a_grammar_makes_the_same_constraint_in_another_process(tokenizer: Token
 def test_a_damaged_grammar_is_refused(constraints: JsonConstraints, grammar: str) -> None:
     with pytest.raises(UsageError, match="the grammar cannot be enforced"):
         constraints.compile_grammar(grammar)
+
+
+def test_model_whose_tokens_cannot_spell_json_is_told_in_words_of_the_user() -> None:
+    vocabulary = load_vocabulary("bundled:microworld")
+    found = JsonConstraints(vocabulary.tokenizer, vocabulary.size, vocabulary.stop_token_ids)
+    assert not found.are_possible
+    with pytest.raises(UsageError, match="^this model cannot write JSON, because its tokens cannot spell every text"):
+        found.compile(SCHEMA)

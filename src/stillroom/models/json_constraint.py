@@ -161,7 +161,10 @@ class JsonConstraints:
                 self._source.hf_tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._stop_token_ids)
             )
         except ValueError as error:
-            raise UsageError(f"this model cannot write JSON: {error}; take another model") from None
+            raise UsageError(
+                "this model cannot write JSON, because its tokens cannot spell every text; leave out the JSON schema "
+                "and the tools, or use another model"
+            ) from error
 
 
 def _error_of(matcher: Any) -> str | None:
