@@ -74,7 +74,10 @@ def test_engines_get_their_share_and_no_keys(monkeypatch: pytest.MonkeyPatch) ->
     [
         (replace(ASKED, engine=EngineConfig(kind="openai", base_url="http://a/v1")), "engine.kind = 'openai'"),
         (replace(ASKED, engine=EngineConfig(kind="cluster", urls="http://a:1")), "engine.kind = 'cluster'"),
-        (StillroomConfig(), "needs a model that generates text, and bundled quotes documents"),
+        (
+            StillroomConfig(),
+            "bundled:reader quotes documents; name one that generates, such as --model bundled:microworld",
+        ),
     ],
 )
 def test_settings_without_engines_to_start_are_refused(config: StillroomConfig, message: str) -> None:

@@ -26,7 +26,7 @@ from stillroom.cli.options import (
 from stillroom.cli.serve import TenantsOption, end_process, ignoring_signals
 from stillroom.config.settings import StillroomConfig
 from stillroom.errors import UsageError
-from stillroom.models.bundled_models import reader_folder
+from stillroom.models.bundled_models import reader_folder, short_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -86,8 +86,8 @@ def engine(  # noqa: PLR0913  one parameter per flag
     settings = opening.load_settings(config, flags)
     if reader_folder(settings.runtime.model):
         raise UsageError(
-            f"{settings.runtime.model} quotes documents and generates no text, so an engine has nothing to do; name a "
-            "model that generates: --model MODEL"
+            f"{short_name(settings.runtime.model)} quotes documents and generates no text, so an engine has nothing to "
+            "do; name a model that generates, such as --model bundled:microworld for a trial"
         )
     if not settings.reuse.disk_writers:
         settings = replace(settings, reuse=replace(settings.reuse, disk_writers=_NUM_DISK_WRITERS))

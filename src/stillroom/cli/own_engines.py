@@ -10,7 +10,7 @@ from stillroom.config.environment import as_environment
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import SystemClock
 from stillroom.errors import UsageError
-from stillroom.models.bundled_models import reader_folder
+from stillroom.models.bundled_models import reader_folder, short_name
 from stillroom.supervision.child_log import log_again
 from stillroom.supervision.child_process import ChildProcess
 from stillroom.supervision.replicas import Replicas
@@ -63,8 +63,8 @@ def engines_of(
         )
     if reader_folder(settings.runtime.model):
         raise UsageError(
-            f"--replicas needs a model that generates text, and {settings.runtime.model} quotes documents; name one "
-            "with --model"
+            f"--replicas needs a model that generates text, and {short_name(settings.runtime.model)} quotes documents; "
+            "name one that generates, such as --model bundled:microworld for a trial"
         )
     secret = settings.cluster.secret or secrets.token_urlsafe(32)
     num_gpus = _num_gpus(settings.runtime.device)
