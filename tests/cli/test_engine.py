@@ -38,7 +38,7 @@ def test_other_machines_need_the_secret(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_a_model_that_generates_nothing_is_refused(run: Run) -> None:
     result = run("engine", "--json")
     assert result.code == 2
-    assert "--model MODEL" in json.loads(result.err)["error"]["message"]
+    assert "--model bundled:microworld" in json.loads(result.err)["error"]["message"]
 
 
 def test_a_missing_knowledge_base_is_not_made(run: Run, tmp_path: Path) -> None:
