@@ -212,7 +212,7 @@ def test_server_that_comes_up_with_another_model_is_not_alive() -> None:
         servers.engine.find_model()
         for seconds, is_alive in ((0.5, False), (1.0, True)):
             servers.clock.advance(seconds)
-            asyncio.run_coroutine_threadsafe(servers.engine.servers.probe(), servers.engine._loop).result(20)
+            servers.engine._thread.start(servers.engine.servers.probe).result(20)
             assert [one.is_alive for one in servers.engine.servers.states()] == [is_alive, True]
 
 

@@ -454,7 +454,7 @@ def test_tenants_share_no_kv_and_only_existing_ones_are_opened(model: Path, tmp_
         assert cached[0] == cached[2] == 0 < cached[1]
         assert client.refusal(replace(sales, salt=salts["legal"]).to_json())[:2] == (409, "other_knowledge_base")
         assert client.refusal(replace(sales, tenant=None).to_json())[:2] == (409, "other_knowledge_base")
-        assert client.refusal(replace(legal, tenant="nobody").to_json())[:2] == (404, "tenant_not_found")
+        assert client.refusal(replace(legal, tenant="unknown").to_json())[:2] == (404, "tenant_not_found")
         for name in ("../kb", "a/b", "", "x" * 500):
             assert client.refusal(replace(legal, tenant=name).to_json())[0] in (400, 404)
         assert sorted(os.listdir(folder)) == ["legal", "sales"]

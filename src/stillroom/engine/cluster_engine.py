@@ -8,7 +8,6 @@ last event. docs/cluster.md
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.engine_watch import EngineWatch
 from stillroom.engine.events import Listener, Route, TokenEvent
 from stillroom.engine.forwarding import Forwarding
+from stillroom.engine.loop_thread import LoopThread
 from stillroom.errors import (
     EngineClosedError,
     EngineError,
@@ -94,18 +94,14 @@ class ClusterEngine:
         self._num_moved = self._num_unbegun = 0
         self.num_starting: Callable[[], int] = lambda: 0
         """Returns how many engines this process is starting (`serve --replicas`); requests wait for them."""
-        self._closing = threading.Lock()  # orders every submit before, or after, the end of the loop
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        self._watching = self._loop.create_task(self._watch.run())
-        self._thread = threading.Thread(target=self._loop.run_forever, name="stillroom-cluster", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("stillroom-cluster")
+        self._watching = self._thread.start(self._watch.run)
 
     # For any thread
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_closed
+        return not self._thread.is_closed
 
     @property
     def problem(self) -> str | None:
@@ -146,10 +142,7 @@ class ClusterEngine:
 
     def wait_until_ready(self) -> None:
         """Wait for an engine that takes requests. Raises as `EngineWatch.ready`."""
-        with self._closing:
-            self._check_open()
-            ready = asyncio.run_coroutine_threadsafe(self._watch.ready(self._patience.wait_s), self._loop)
-        ready.result()
+        self._thread.start(lambda: self._watch.ready(self._patience.wait_s)).result()
 
     def submit(
         self,
@@ -184,31 +177,20 @@ class ClusterEngine:
             )
             self._requests.update(dict.fromkeys(request.listeners, request))
             self._num_unbegun += 1
-            request.task = self._loop.create_task(self._answer_in_time(request, samples[0].deadline))
+            request.task = self._thread.loop.create_task(self._answer_in_time(request, samples[0].deadline))
             request.task.add_done_callback(lambda task: self._end(request, task))
 
-        with self._closing:
-            self._check_open()
-            self._loop.call_soon_threadsafe(start)
+        self._thread.call(start)
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a sample; its last event says `aborted`. With the last sample of a request its stream is closed, so
         that the engine stops. No effect if the sample has ended."""
 
-        with self._closing:
-            if not self._is_closed:
-                self._loop.call_soon_threadsafe(self._cancel, request_id)
+        self._thread.call_if_open(lambda: self._cancel(request_id))
 
     def close(self) -> None:
         """Abort all requests and stop the thread. Idempotent."""
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(self._client.close)
 
     def __enter__(self) -> "ClusterEngine":
         return self
@@ -216,21 +198,7 @@ class ClusterEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineClosedError("the engine is closed; open the knowledge base again")
-
     # In the loop's thread
-
-    async def _shut_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._client.close()
-        await self._loop.shutdown_asyncgens()
-
-    # Requests
 
     async def _answer_in_time(self, request: _Request, deadline: float | None) -> None:
         try:
@@ -361,13 +329,13 @@ class ClusterEngine:
                 logger.exception("the listener of %s failed", event.request_id)
                 if not is_last:
                     request.listeners[event.request_id] = _ignore
-                    self._loop.call_soon(self._cancel, event.request_id)
+                    self._thread.loop.call_soon(self._cancel, event.request_id)
 
     def _end(self, request: _Request, task: "asyncio.Task[None]") -> None:
         """Send the last events of a request whose task has ended, to the samples that have none."""
         error: Exception | None = None
         if task.cancelled():
-            if self._is_closed:
+            if self._thread.is_closed:
                 error = EngineClosedError("the engine was closed before the answer was complete")
         elif (failure := task.exception()) is not None:
             if isinstance(failure, StillroomError):

@@ -7,7 +7,6 @@ exactly one last event. How to use it: docs/engines.md
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import AsyncGenerator
 
 from stillroom.core.clock import Clock
@@ -15,6 +14,7 @@ from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest
 from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
+from stillroom.engine.loop_thread import LoopThread
 from stillroom.engine.openai_protocol import EventDelta, RemotePrompt, ServerChoice, body_of, path_of
 from stillroom.engine.server_pool import ServerPool
 from stillroom.errors import EngineClosedError, EngineError, StillroomError
@@ -37,15 +37,11 @@ class OpenAIEngine:
         self._clock = clock
         self._tasks: dict[RequestId, asyncio.Task[TokenEvent]] = {}
         self._begun: set[RequestId] = set()
-        self._closing = threading.Lock()  # orders every submit before, or after, the end of the loop
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="stillroom-openai", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("stillroom-openai")
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_closed
+        return not self._thread.is_closed
 
     @property
     def num_waiting(self) -> int:
@@ -65,9 +61,7 @@ class OpenAIEngine:
 
     def watch(self) -> None:
         """Probe servers that failed, from now until this is closed."""
-        with self._closing:
-            self._check_open()
-            asyncio.run_coroutine_threadsafe(self.servers.watch(), self._loop)
+        self._thread.start(self.servers.watch)
 
     def find_model(self) -> str:
         """Return the named model, or else the first that the first reachable server lists. Several servers are checked
@@ -76,10 +70,7 @@ class OpenAIEngine:
         Raises: as `ServerPool.find_model`.
         """
         if not self.model or len(self.servers.urls) > 1:
-            with self._closing:
-                self._check_open()
-                found = asyncio.run_coroutine_threadsafe(self.servers.find_model(self.model), self._loop)
-            self.model = found.result()
+            self.model = self._thread.start(lambda: self.servers.find_model(self.model)).result()
         return self.model
 
     def submit(
@@ -100,13 +91,11 @@ class OpenAIEngine:
 
         def start() -> None:
             events = self.servers.stream(path_of(prompt), body, choice)
-            task = self._loop.create_task(self._answer_in_time(request, events, listener))
+            task = self._thread.loop.create_task(self._answer_in_time(request, events, listener))
             self._tasks[request.request_id] = task
             task.add_done_callback(lambda ended: self._end(request.request_id, ended, listener))
 
-        with self._closing:
-            self._check_open()
-            self._loop.call_soon_threadsafe(start)
+        self._thread.call(start)
 
     def cancel(self, request_id: RequestId) -> None:
         """Close the request's connection, so that the server stops; its last event says `aborted`.
@@ -118,38 +107,17 @@ class OpenAIEngine:
             if task := self._tasks.get(request_id):
                 task.cancel()
 
-        with self._closing:
-            if not self._is_closed:
-                self._loop.call_soon_threadsafe(stop)
+        self._thread.call_if_open(stop)
 
     def close(self) -> None:
         """Abort all requests and stop the thread. Idempotent."""
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close(self.servers.close)
 
     def __enter__(self) -> "OpenAIEngine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineClosedError("the engine is closed; open the knowledge base again")
-
-    async def _shut_down(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self.servers.close()
-        await self._loop.shutdown_asyncgens()
 
     async def _answer_in_time(self, request: SampleRequest, events: _Events, listener: Listener) -> TokenEvent:
         seconds = None if request.deadline is None else request.deadline - self._now()
@@ -184,7 +152,7 @@ class OpenAIEngine:
     def _last_event(self, request_id: RequestId, task: "asyncio.Task[TokenEvent]") -> TokenEvent:
         error: Exception | None = None
         if task.cancelled():
-            if self._is_closed:
+            if self._thread.is_closed:
                 error = EngineClosedError("the engine was closed before the answer was complete")
         elif (failure := task.exception()) is None:
             return task.result()
