@@ -60,8 +60,8 @@ class SourceCount:
     """Questions that are kept for evaluation."""
 
 
-def count(reading_qa: Path, questions: Path) -> list[SourceCount]:
-    """Count passages and questions of the sources of reading-qa, and of the technical questions."""
+def count(reading_qa: Path, questions: Path, more: Path | None = None) -> list[SourceCount]:
+    """Count passages and questions of the sources of reading-qa, of our own about them, and of the technical ones."""
     passages = {row["_id"]: row for row in read_rows(reading_qa / "passages.jsonl")}
     asked = [passages[row["passage"]] for row in read_rows(reading_qa / "questions.jsonl")]
     found = []
@@ -70,6 +70,10 @@ def count(reading_qa: Path, questions: Path) -> list[SourceCount]:
         num_held = sum(is_held_out(row["title"]) for row in own)
         num_passages = sum(row["source"] == source.name for row in passages.values())
         found.append(SourceCount(source.name, source.licence, num_passages, len(own), num_held))
+    if more is not None:
+        own = list(read_rows(more))
+        num_passages = len({row["passage"] for row in own})
+        found.append(SourceCount("our own about passages of the above", "Apache-2.0", num_passages, len(own), 0))
     rows = [row for file in technical_files(questions) for row in read_rows(file)]
     held = sum(len(row["questions"]) for row in rows if is_held_out_passage(row["text"]))
     total = sum(len(row["questions"]) for row in rows)
@@ -188,7 +192,7 @@ def _runs(runs: Sequence[Mapping[str, Any]], log: Sequence[Mapping[str, Any]]) -
     yield "|---|---|---|---|---|---|---|---|---|"
     for one in runs:
         recipe, teachers = one["recipe"], ", ".join(one["teachers"])
-        asked = "made from text" if one["examples"] == "made" else "by people, technical"
+        asked = f"{one['questions']:,} {'made from text' if one['examples'] == 'made' else 'by people, technical'}"
         taught = f"{recipe['taught']:g}" if teachers else ""
         sizes = f"{one['steps']:,} | {recipe['groups_per_step']} | {recipe['learning_rate']:g} | {recipe['dropout']:g}"
         yield f"| {one['run']} | {asked} | {one['first'] or 'all-MiniLM-L6-v2'} | {teachers} | {taught} | {sizes} |"

@@ -29,6 +29,8 @@ Prepared = Annotated[Path, typer.Option(help="Folder that `prepare` wrote.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, or float32 where the processor does not multiply bfloat16.")]
 SHARED, QUESTIONS, PREPARED = Path("../shared"), Path("training/reader/questions"), RUN
+MORE = Path("training/reader/people.jsonl")
+More = Annotated[Path | None, typer.Option(help="Further questions about the passages of reading-qa.")]
 TRAINED = Path("training/build/reader/checkpoint.pt")
 PACKED = RUN / "packed"
 
@@ -86,6 +88,7 @@ def train(  # noqa: PLR0913  options of a command
     shared: Shared = SHARED,
     questions: Questions = QUESTIONS,
     prepared: Prepared = PREPARED,
+    more: More = MORE,
     out: Annotated[Path, typer.Option(help="Folder of the run; resumes from its checkpoint.")] = RUN,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run; default: the recipe's.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Stop with a checkpoint after this many minutes.")] = None,
@@ -112,7 +115,7 @@ def train(  # noqa: PLR0913  options of a command
     neighbours = read_neighbours(prepared / PEOPLE, sum(1 for _ in examples.read_rows(folder / "questions.jsonl")))
     files = examples.technical_files(questions)
     coder = examples.Coder(_embedder() / "tokenizer.json")
-    found = examples.read_examples(folder, files, coder, neighbours, recipe.skipped, recipe.technical_weight)
+    found = examples.read_examples(folder, files, coder, neighbours, recipe.skipped, recipe.technical_weight, more)
     model = from_encoder(read_encoder(_embedder()), SPEC, seed)
     trainer = Trainer(model, found, recipe, out, threads)
     run_training(trainer, minutes)
@@ -124,6 +127,10 @@ def pack(
     shared: Shared = SHARED,
     questions: Questions = QUESTIONS,
     prepared: Prepared = PREPARED,
+    more: More = MORE,
+    technical_weight: Annotated[
+        float | None, typer.Option(min=0, help="How often a technical question is asked in an epoch.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write.")] = PACKED,
 ) -> None:
     """Write all that `device-train` reads: examples, held-out examples, questions made from text, first weights."""
@@ -136,7 +143,8 @@ def pack(
     coder = examples.Coder(_embedder() / "tokenizer.json")
     neighbours = read_neighbours(prepared / PEOPLE, sum(1 for _ in examples.read_rows(folder / "questions.jsonl")))
     out.mkdir(parents=True, exist_ok=True)
-    asked = examples.read_examples(folder, files, coder, neighbours, recipe.skipped, recipe.technical_weight)
+    weight = recipe.technical_weight if technical_weight is None else technical_weight
+    asked = examples.read_examples(folder, files, coder, neighbours, recipe.skipped, weight, more)
     held = examples.read_held_out(folder, files, coder, neighbours, recipe.skipped)
     made = make_questions(read_articles(shared / "data"), coder)
     for name, found in (("asked", asked), ("made", made), *held.items()):
@@ -362,7 +370,7 @@ def card(
     from training.checkpoint import read_log
     from training.reader import card as cards
 
-    counts = cards.count(shared / READING_QA, questions)
+    counts = cards.count(shared / READING_QA, questions, MORE)
     reports = {name: cards.read_report(run / f"{name}.json") for name in ("evaluation", "threshold")}
     text = cards.card(counts, read_log(run), reports["evaluation"], reports["threshold"])
     (model / "README.md").write_text(text, encoding="utf-8")

@@ -125,19 +125,26 @@ def span_of(passage: TokenisedPassage, start: int, end: int) -> tuple[int, int] 
 
 
 def read_people(
-    folder: Path, coder: Coder, neighbours: NDArray[np.int32], skip: Sequence[str], *, holds_out: bool = False
+    folder: Path,
+    coder: Coder,
+    neighbours: NDArray[np.int32],
+    skip: Sequence[str],
+    *,
+    more: Path | None = None,
+    holds_out: bool = False,
 ) -> ExampleSet:
     """Read reading-qa.
 
     Args:
         neighbours: [questions, n], indexes of passages, -1 for none.
         skip: Sources whose questions are not asked. Their passages still serve as wrong passages.
+        more: JSON lines with further questions about these passages: `passage`, `question`, `answer`, `start`.
         holds_out: Leave out questions about held-out titles.
     """
     rows = list(read_rows(folder / "passages.jsonl"))
     passages = [coder.passage(row["text"], row["title"]) for row in rows]
     index = {row["_id"]: number for number, row in enumerate(rows)}
-    questions = []
+    questions, found_near = list[Question](), dict[int, dict[int, None]]()
     for number, asked in enumerate(read_rows(folder / "questions.jsonl")):
         own = index[asked["passage"]]
         if rows[own]["source"] in skip or (holds_out and is_held_out(rows[own]["title"])):
@@ -147,7 +154,14 @@ def read_people(
         spans = tuple(sorted({span for span in found if span is not None}))
         if spans:
             near = tuple(int(one) for one in neighbours[number] if one >= 0)
+            found_near.setdefault(own, {}).update(dict.fromkeys(near))
             questions.append(Question(coder.ids(asked["question"], MAX_QUESTION), own, spans, near, 1.0))
+    for asked in read_rows(more) if more else ():
+        own = index[asked["passage"]]
+        span = span_of(passages[own], asked["start"], asked["start"] + len(asked["answer"]))
+        if span is not None and not (holds_out and is_held_out(rows[own]["title"])):
+            near = tuple(n for n in found_near.get(own, ()) if asked["answer"].lower() not in rows[n]["text"].lower())
+            questions.append(Question(coder.ids(asked["question"], MAX_QUESTION), own, (span,), near, 1.0))
     return ExampleSet(passages, questions)
 
 
@@ -193,16 +207,21 @@ def joined(sets: Sequence[ExampleSet]) -> ExampleSet:
     return ExampleSet([p for one in sets for p in one.passages], [q for one in sets for q in one.questions])
 
 
-def read_examples(
+def read_examples(  # noqa: PLR0913
     reading_qa: Path,
     technical: Sequence[Path],
     coder: Coder,
     neighbours: NDArray[np.int32],
     skip: Sequence[str],
     technical_weight: float,
+    more: Path | None = None,
 ) -> ExampleSet:
-    """Read all training data; nothing of it is held out."""
-    people = read_people(reading_qa, coder, neighbours, skip, holds_out=True)
+    """Read all training data; nothing of it is held out.
+
+    Args:
+        more: further questions about the passages of reading-qa, as in `read_people`.
+    """
+    people = read_people(reading_qa, coder, neighbours, skip, more=more, holds_out=True)
     own = read_technical(technical, coder, technical_weight, len(people.passages), holds_out=True)
     return joined([people, own])
 
