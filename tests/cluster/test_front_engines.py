@@ -21,7 +21,7 @@ from stillroom.kvcache.tree.pieces import PrefixKeys
 from tests.examples import most_examples
 
 A, B = "http://a:9100", "http://b:9100"
-EXPECTED = Expected(b"words", "kb-1")
+EXPECTED = Expected("microworld", b"words", "kb-1")
 INFO = EngineInfo(
     run="first",
     version="1",
@@ -131,6 +131,36 @@ def test_another_model_is_used_once_no_engine_has_the_first() -> None:
     found.on_state(B, state(), 1.0)
     sent = found.send(prompt(), "", 1.0)
     assert (sent.engine, sent.fingerprint, sent.predicted_seconds) == (B, b"g" * 32, None)
+
+
+def test_engine_of_the_fronts_model_replaces_those_of_another_model() -> None:
+    other = replace(INFO, fingerprint=b"g" * 32, model="bigger")
+    found = engines(A, info=other)
+    found.set_addresses([A, B])
+    streaming = found.send(prompt(), "", 0.0)
+    assert streaming.fingerprint == other.fingerprint
+    found.on_info(B, INFO, 1.0)
+    assert found.on_state(B, state(), 1.0)
+    assert re.search("at http://a:9100 runs bigger .* and the one at http://b:9100 runs micro", found.problems[A])
+    assert not found.on_state(A, state(2), 1.0), "its report may be on the way"
+    sent = found.send(prompt(), "", 1.0)
+    assert (sent.engine, sent.fingerprint) == (B, INFO.fingerprint)
+    found.on_first_token(streaming, 2.0)
+    found.on_end(streaming, 3.0)
+    found.on_info(A, other, 4.0)
+    assert found.asks(A) is None and found.infos == [INFO]
+
+
+def test_model_is_chosen_once_an_engine_has_the_fronts_or_all_were_asked() -> None:
+    other = replace(INFO, fingerprint=b"g" * 32, model="bigger")
+    found = engines(A, info=other)
+    found.set_addresses([A, B])
+    chosen = [found.is_model_chosen]
+    found.on_lost(B, "no connection")
+    chosen.append(found.is_model_chosen)
+    found = engines(A)
+    found.set_addresses([A, B])
+    assert [*chosen, found.is_model_chosen] == [False, True, True]
 
 
 def test_all_engines_that_do_not_fit_are_told_apart_from_silent_ones() -> None:
@@ -282,11 +312,14 @@ class Books(RuleBasedStateMachine):
     def look(self, addresses: list[str]) -> None:
         self.engines.set_addresses(addresses)
 
-    @rule(address=ADDRESSES, starts_again=st.booleans())
-    def tell_info(self, address: str, starts_again: bool) -> None:
+    @rule(address=ADDRESSES, starts_again=st.booleans(), is_other=st.booleans())
+    def tell_info(self, address: str, starts_again: bool, is_other: bool) -> None:
         if address in self.engines.addresses and self.engines.asks(address) is None:
             self.runs[address] = self.runs.get(address, 0) + starts_again
-            self.engines.on_info(address, replace(INFO, run=str(self.runs[address])), self.now)
+            info = replace(INFO, fingerprint=b"g" * 32, model="bigger") if is_other else INFO
+            self.engines.on_info(address, replace(info, run=str(self.runs[address])), self.now)
+            assert len({one.model for one in self.engines.infos}) == 1
+            assert is_other or self.engines.asks(address) is not None, "the front's model is always taken"
 
     @rule(address=ADDRESSES, changes=CHANGES, is_all=st.booleans())
     def tell_state(self, address: str, changes: dict[bytes, Tier | None], is_all: bool) -> None:

@@ -16,7 +16,7 @@ from stillroom.config.engine_address import parse_engine_addresses
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
-from stillroom.engine import cluster_engine
+from stillroom.engine import cluster_client, cluster_engine
 from stillroom.engine.cluster_client import ClusterClient
 from stillroom.engine.cluster_engine import ClusterEngine, Patience
 from stillroom.engine.events import TokenEvent
@@ -350,6 +350,20 @@ def test_answer_does_not_go_on_with_another_model() -> None:
         fixture.engines[0].start_again("second", fingerprint=b"g" * 32)
         error = fixture.failure()
     assert isinstance(error, EngineUnavailableError) and "model changed" in str(error)
+
+
+def test_front_waits_for_an_engine_of_its_model_that_replies_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_client, "_STATE_SECONDS", 20.0)
+    with wire_engines([WHOLE], INFO) as (engines, script):
+        first, second = sorted(engines, key=lambda one: one.url)
+        first.info = replace(INFO, run="other", fingerprint=b"g" * 32, model="bigger")
+        first.state = replace(first.state, run="other")
+        second.waits_for = first.is_used
+        with front([first.url, second.url], 5.0, Patience(3, 20.0)) as engine:
+            engine.wait_until_ready()
+            assert engine.alive == {first.url: False, second.url: True}
+            assert tokens(ClusterFixture(engine, engines, script).ask()) == [3, 4, 5]
+        assert script.by == [second.url]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ class WireEngine:
         """Bytes: the whole reply."""
         self.state = EngineState(run=info.run, sequence=1, is_all=True)
         self.secrets: list[str] = []
+        self.is_used = threading.Event()
+        """Set when a front that has its state asks for the next."""
+        self.waits_for: threading.Event | None = None
+        """Its information is told after this."""
         self._script = script
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -87,8 +91,12 @@ class WireEngine:
 
     def _answer(self, asked: Asked) -> Answer:
         if asked.path.startswith("/engine/v1/info"):
+            if self.waits_for is not None:
+                self.waits_for.wait(20)
             return self.info if isinstance(self.info, bytes) else reply(200, self.info.to_json())
         if asked.path.startswith("/engine/v1/state"):
+            if "since=0" not in asked.path:
+                self.is_used.set()
             return reply(200, self.state.to_json())
         assert asked.path == "/engine/v1/answers"
         self._script.asked.append(AnswerRequest.from_json(asked.body))

@@ -135,7 +135,7 @@ def connect(config: StillroomConfig, clock: Clock, knowledge_base: str) -> Clust
             config.cluster.secret, connect_timeout_s=settings.connect_timeout_s, silence_s=settings.silence_s
         ),
         EngineDirectory(parse_engine_addresses("engine.urls", settings.urls)),
-        Expected(vocabulary.tokenizer.vocabulary_digest, knowledge_base),
+        Expected(vocabulary.name, vocabulary.tokenizer.vocabulary_digest, knowledge_base),
         Patience(settings.max_migrations, settings.wait_s),
         clock,
     )

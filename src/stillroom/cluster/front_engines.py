@@ -24,12 +24,15 @@ logger = logging.getLogger(__name__)
 
 _SHOWN_DIGITS = 12
 """Of a fingerprint in messages."""
+_NOT_ASKED = "it was not heard of yet"
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What every engine must agree on with this front."""
+    """What a front expects of its engines: all must have the same vocabulary and knowledge base."""
 
+    model: str
+    """Name of the front's model. Engines with it are used in place of engines with another one."""
     vocabulary: bytes
     """Digest of the front's tokenizer (`Tokenizer.vocabulary_digest`)."""
     knowledge_base: str
@@ -81,7 +84,7 @@ class _Engine:
     state: EngineState | None = None
     is_paused: bool = False
     """It refused a request since its last report."""
-    problem: str = "it was not heard of yet"
+    problem: str = _NOT_ASKED
     """Why it gets no request; empty if it may get one."""
     is_silent: bool = False
     """Whether it missed its last report; counted as a loss."""
@@ -137,13 +140,18 @@ class FrontEngines:
         return None if engine.info is None else (engine.info.run, engine.sequence)
 
     def on_info(self, address: str, info: EngineInfo, now: float) -> None:
-        """Begin to use an engine, or note why it does not fit this front or its other engines."""
+        """Begin to use an engine, or note why it does not fit this front or its other engines.
+
+        An engine with the front's model replaces those with another one.
+        """
         engine = self._engines[address]
         try:
             self._check(address, info)
         except EngineRefusedError as error:
             self.on_misfit(address, str(error))
             return
+        for other, replaced in self._others(address, info):
+            self.on_misfit(other, _difference(other, replaced, address, info))
         if not any(one.info for one in list(self._engines.values())):
             self._use_model(info)
         self._num_epochs += 1
@@ -221,12 +229,14 @@ class FrontEngines:
             raise EngineRefusedError(
                 f"the engine at {address} has another knowledge base than this front; give the same --kb to both"
             )
-        for other, engine in list(self._engines.items()):
-            if other != address and engine.info is not None and engine.info.fingerprint != info.fingerprint:
-                raise EngineRefusedError(
-                    f"the engine at {address} runs {_model(info)}, and the one at {other} runs {_model(engine.info)}; "
-                    "all engines need the same model, dtype and version"
-                )
+        for other, used in self._others(address, info):
+            if info.model != self._expected.model or used.model == self._expected.model:
+                raise EngineRefusedError(_difference(address, info, other, used))
+
+    def _others(self, address: str, info: EngineInfo) -> list[tuple[str, EngineInfo]]:
+        """Return the engines in use whose model is another one, or computes otherwise."""
+        infos = [(other, one.info) for other, one in list(self._engines.items()) if other != address]
+        return [(other, used) for other, used in infos if used is not None and used.fingerprint != info.fingerprint]
 
     def _use_model(self, info: EngineInfo) -> None:
         self._model = info
@@ -343,6 +353,12 @@ class FrontEngines:
         return bool(self._engines) and all(one.is_misfit for one in list(self._engines.values()))
 
     @property
+    def is_model_chosen(self) -> bool:
+        """Whether the engines in use have the front's model, or every engine was asked."""
+        has_own = self._model is not None and self._model.model == self._expected.model
+        return has_own or all(one.problem != _NOT_ASKED for one in list(self._engines.values()))
+
+    @property
     def infos(self) -> list[EngineInfo]:
         """Of the engines that fit, lost ones excluded."""
         return [one.info for one in list(self._engines.values()) if one.info is not None]
@@ -372,6 +388,13 @@ class FrontEngines:
 def engine_name(address: str) -> str:
     """Return the name of an engine in answers, whose readers need not know the address."""
     return f"engine-{hashlib.blake2b(address.encode(), digest_size=4).hexdigest()}"
+
+
+def _difference(address: str, info: EngineInfo, other: str, used: EngineInfo) -> str:
+    return (
+        f"the engine at {address} runs {_model(info)}, and the one at {other} runs {_model(used)}; all engines need "
+        "the same model, dtype and version"
+    )
 
 
 def _model(info: EngineInfo) -> str:

@@ -50,17 +50,19 @@ class EngineWatch:
             await self._directory.close()
 
     async def ready(self, wait_s: float) -> None:
-        """Wait for an engine that takes requests.
+        """Wait for an engine that takes requests; if it has another model, until all were asked, within `wait_s`.
 
         Raises:
             EngineUnavailableError: there was none in time.
             EngineRefusedError: every engine was reached, and none fits this front.
         """
         until = self._clock.monotonic() + wait_s
-        while not self._engines.num_alive:
+        while not (self._engines.num_alive and self._engines.is_model_chosen):
             if self._engines.are_misfits:
                 raise EngineRefusedError("; ".join(self._engines.problems.values()))
             if not await self.changed(until):
+                if self._engines.num_alive:
+                    return
                 problems = "; ".join(f"{address}: {one}" for address, one in self._engines.problems.items())
                 raise EngineUnavailableError(
                     f"no engine took requests within {wait_s:g} s (engine.wait_s): "
