@@ -1,12 +1,13 @@
 """A front with engines in real processes, which are killed, stopped, restarted and misconfigured."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,15 @@ from stillroom.rag.answer import Answer, AskOptions
 from stillroom.rag.stillroom import Stillroom
 from stillroom.rag.stream import AnswerStream
 from tests.fakes import byte_tokenizer, random_checkpoint
-from tests.server.fakes import until
+from tests.server import fakes
 
 pytestmark = pytest.mark.slow
 
+DEADLINE_S = 240.0
+"""For the start, the end or a report of an engine, on a machine that has other work."""
 NUM_TOKENS = 200
+NUM_LONG_TOKENS = 50_000
+"""Of an answer that outlasts the start of a front."""
 NUM_KILLS = int(os.environ.get("STILLROOM_TEST_KILLS", "20"))
 """Each needs the start of an engine."""
 QUESTION = "How are keys rotated?"
@@ -41,6 +46,7 @@ SETTINGS = {
     "STILLROOM_REUSE__LOAD": "always",
     "STILLROOM_SERVER__GRACE_S": "5",
 }
+until = functools.partial(fakes.until, deadline_s=DEADLINE_S)
 
 
 class EngineProcess:
@@ -75,7 +81,7 @@ class EngineProcess:
 
     def wait(self) -> None:
         """Wait for its end."""
-        self.process.wait(120)
+        self.process.wait(DEADLINE_S)
         if self.process.stdout:
             self.process.stdout.close()
 
@@ -97,17 +103,25 @@ class Processes:
     """Of one process."""
 
     @contextlib.contextmanager
-    def front(self, *engines: EngineProcess, **settings: Any) -> Iterator[Stillroom]:
-        for one in self.engines:
+    def front(
+        self, *engines: EngineProcess, others: Sequence[EngineProcess] = (), **settings: Any
+    ) -> Iterator[Stillroom]:
+        """Open a front once its engines take requests, whatever tests before have done to them.
+
+        Args:
+            engines: of the front; by default both.
+            others: engines that take no requests of this front.
+        """
+        used = engines or self.engines
+        for one in used:
             if not one.is_running:
                 one.start()
-        urls = ",".join(one.url for one in engines or self.engines)
-        engine = EngineConfig(kind="cluster", urls=urls, **settings)
-        with Stillroom.open(self.kb, config=replace(self.config, engine=engine)) as front:
+        urls = ",".join(one.url for one in (*used, *others))
+        config = replace(self.config, engine=EngineConfig(kind="cluster", urls=urls, **settings))
+        with Stillroom.open(self.kb, config=config) as front:
             front.warm_up()
-            backend = front._loader.backend
-            assert isinstance(backend, ClusterBackend)
-            until(lambda: all(backend.engine.alive.get(one.url) for one in engines or self.engines))
+            engine = backend_of(front).engine
+            until(lambda: all(engine.alive.get(one.url) for one in used))
             yield front
 
     def engine_of(self, stream: AnswerStream) -> EngineProcess:
@@ -117,11 +131,17 @@ class Processes:
         return next(one for one in self.engines if engine_name(one.url) == route.engine)
 
 
+def backend_of(front: Stillroom) -> ClusterBackend:
+    backend = front._loader.backend
+    assert isinstance(backend, ClusterBackend)
+    return backend
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("processes")
     model = folder / "model"
-    random_checkpoint(model, "Llama", num_hidden_layers=2, eos_token_id=1, max_position_embeddings=4096)
+    random_checkpoint(model, "Llama", num_hidden_layers=2, eos_token_id=1, max_position_embeddings=2**16)
     byte_tokenizer().save_pretrained(model)
     (folder / "keys.md").write_text("# Keys\n\nKeys are rotated every 90 days, by the operator.\n")
     runtime = replace(StillroomConfig().runtime, model=str(model), dtype="float32", num_threads=1, kv_bytes=2**26)
@@ -153,6 +173,7 @@ def check(answer: Answer, expected: Answer) -> None:
 def test_killed_engines_change_no_answer(processes: Processes) -> None:
     """Two answers run while the engine of one is killed, at another token each time."""
     with processes.front(max_migrations=5) as front:
+        engine = backend_of(front).engine
         for number in range(NUM_KILLS):
             name = ("greedy", "sampled")[number % 2]
             stream, beside = front.stream(QUESTION, WAYS[name]), front.stream(QUESTION, WAYS["greedy"])
@@ -168,9 +189,7 @@ def test_killed_engines_change_no_answer(processes: Processes) -> None:
             assert stream.answer.route is not None and stream.answer.route.engine != engine_name(killed.url)
             assert stream.answer.route.num_migrations == 1 and stream.answer.route.is_resumed
             killed.start()
-            backend = front._loader.backend
-            assert isinstance(backend, ClusterBackend)
-            until(lambda alive=backend.engine, url=killed.url: alive.alive[url])  # type: ignore[misc]
+            until(lambda url=killed.url: engine.alive[url])  # type: ignore[misc]
 
 
 def test_stopped_engine_is_left_after_its_silence(processes: Processes) -> None:
@@ -215,18 +234,15 @@ def test_engine_of_another_model_or_secret_gets_nothing(processes: Processes, tm
         opened.callback(other.close)
         locked = EngineProcess(processes.kb, processes.model, STILLROOM_CLUSTER__SECRET="a-secret")
         opened.callback(locked.close)
-        urls = ",".join((processes.engines[0].url, other.url, locked.url))
-        engine = EngineConfig(kind="cluster", urls=urls)
-        front = opened.enter_context(Stillroom.open(processes.kb, config=replace(processes.config, engine=engine)))
-        front.warm_up()
-        backend = front._loader.backend
-        assert isinstance(backend, ClusterBackend)
-        until(lambda: {other.url, locked.url} <= {url for url, alive in backend.engine.alive.items() if not alive})
+        used = processes.engines[0]
+        front = opened.enter_context(processes.front(used, others=(other, locked)))
         for way in WAYS.values():
             answer = front.ask(QUESTION, way)
-            assert answer.route is not None and answer.route.engine == engine_name(processes.engines[0].url)
-        problems = backend.engine._engines.problems
-        assert "fingerprint" in problems[other.url] and "STILLROOM_CLUSTER__SECRET" in problems[locked.url]
+            assert answer.route is not None and answer.route.engine == engine_name(used.url)
+        engines = backend_of(front).engine._engines
+        until(lambda: "fingerprint" in engines.problems.get(other.url, ""))
+        until(lambda: "STILLROOM_CLUSTER__SECRET" in engines.problems.get(locked.url, ""))
+        assert used.url not in engines.problems
 
 
 def test_without_an_engine_requests_wait_and_fail_and_the_front_is_not_ready(processes: Processes) -> None:
@@ -252,8 +268,9 @@ def test_front_that_dies_leaves_nothing_running(processes: Processes) -> None:
         "import sys, time; from pathlib import Path; from stillroom.config.load import load_config\n"
         "from stillroom.rag.answer import AskOptions; from stillroom.rag.stillroom import Stillroom\n"
         "front = Stillroom.open(Path(sys.argv[1]), config=load_config())\n"
-        "stream = front.stream(sys.argv[2], AskOptions(min_tokens=3000, max_tokens=3000))\n"
-        "next(iter(stream)); print('begun', flush=True); time.sleep(600)\n"
+        "num_tokens = int(sys.argv[3])\n"
+        "pieces = iter(front.stream(sys.argv[2], AskOptions(min_tokens=num_tokens, max_tokens=num_tokens)))\n"
+        "next(pieces); print('begun', flush=True); time.sleep(3600)\n"
     )
     engine = processes.engines[0]
     environment = {
@@ -263,14 +280,19 @@ def test_front_that_dies_leaves_nothing_running(processes: Processes) -> None:
         "STILLROOM_ENGINE__KIND": "cluster",
         "STILLROOM_ENGINE__URLS": engine.url,
     }
-    command = [sys.executable, "-c", program, str(processes.kb), QUESTION]
-    with (
-        processes.front(engine) as watcher,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as front,
-    ):
-        backend = watcher._loader.backend
-        assert isinstance(backend, ClusterBackend) and front.stdout
-        assert front.stdout.readline() == "begun\n"
+    command = [sys.executable, "-c", program, str(processes.kb), QUESTION, str(NUM_LONG_TOKENS)]
+    with processes.front(engine) as watcher:
+        backend = backend_of(watcher)
+        before = watcher.stream(QUESTION, AskOptions(min_tokens=NUM_LONG_TOKENS, max_tokens=NUM_LONG_TOKENS))
+        pieces = iter(before)
+        next(pieces)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as front:
+            try:
+                assert front.stdout and front.stdout.readline() == "begun\n"
+                until(lambda: backend.load.num_running == 2)
+            finally:
+                front.kill()
         until(lambda: backend.load.num_running == 1)
-        front.kill()
+        assert before.request_id in backend.engine._requests, "what has ended is the later one of equal length"
+        before.cancel()
         until(lambda: backend.load.num_running == 0)
