@@ -248,7 +248,7 @@ def test_engine_of_another_model_or_secret_gets_nothing(processes: Processes, tm
 def test_without_an_engine_requests_wait_and_fail_and_the_front_is_not_ready(processes: Processes) -> None:
     engine = EngineProcess(processes.kb, processes.model)
     try:
-        with processes.front(engine, wait_s=2.0) as front:
+        with processes.front(engine, wait_s=10.0) as front:
             assert front.is_ready
             engine.kill()
             until(lambda: not front.is_ready)
