@@ -28,7 +28,7 @@ demo: $(VENV)/.installed  ## index sample documents, ask questions, show citatio
 	@BIN=$(BIN) DEMO=$(DEMO) bash examples/demo.sh
 
 test: $(VENV)/.installed  ## the tests a change must pass: offline, without a GPU, minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --hypothesis-profile quick -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --hypothesis-profile quick -m 'not slow and not gpu'
 
 test-all: $(VENV)/.installed  ## the slow and statistical checks too
 	$(BIN)/pytest

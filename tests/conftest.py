@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import uvicorn.server
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from stillroom.backends import engine_building
 from stillroom.backends.calibration import CalibrationTarget, quick_profile
@@ -24,13 +24,16 @@ from stillroom.models import bundled_models
 from stillroom.ops import crossovers
 from stillroom.retrieval import text_encoders
 from stillroom.retrieval.model_files import PACKAGED_MODEL, ModelFiles, locate_model
+from tests import distribution
+from tests.distribution import pytest_xdist_make_scheduler  # noqa: F401  a hook of pytest-xdist
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before any test can
 
-settings.register_profile("stillroom", deadline=None)  # a busy machine must not fail a test
+# a busy machine must not fail a test
+settings.register_profile("stillroom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("stillroom"), max_examples=30)  # `make test`
 settings.load_profile("stillroom")
 
@@ -45,7 +48,8 @@ def chromium() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose shared data, GPU or browser is missing."""
+    """Skip tests whose shared data, GPU or browser is missing, and begin with the long ones."""
+    distribution.order(items)
     skips = {
         "shared": None if SHARED.is_dir() else pytest.mark.skip(reason="needs ../shared"),
         "gpu": None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device"),
@@ -85,9 +89,11 @@ def certificates_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_are_no_garbage() -> None:
-    """Collections of garbage skip the half million objects of imported modules."""
+    """Collections of garbage skip the half million objects of imported modules, and are fewer: of the CPU time of
+    property tests they were a tenth."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
