@@ -20,10 +20,13 @@ from stillroom.errors import (
     ModelNotFoundError,
     UnknownDocumentError,
 )
+from tests import forked
 from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeStillroom, until
 
 COMMANDS = ["add", "remove", "list", "search", "ask", "serve", "bench", "bench retrieval"]
+MODULES = ("stillroom.cli.main", "stillroom.rag.as_json", "tests.server.fakes", "pydantic")
+"""What the programs of these tests import."""
 
 
 def launch(*args: str, **options: Any) -> "subprocess.Popen[str]":
@@ -186,7 +189,8 @@ def test_closed_stdout_exits_141_silently() -> None:
     )
     root = Path(__file__).resolve().parents[2]
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, cwd=root) as process:
+    command = [*forked.command(*MODULES), code]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=root) as process:
         assert process.stdin and process.stdout and process.stderr
         process.stdin.write(b"how do I rotate keys?\n")
         process.stdin.flush()
@@ -207,8 +211,9 @@ def test_closed_stdout_exits_141_silently() -> None:
     ("redirection", "reason"), [("> /dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
 )
 def test_unwritable_stdout_is_an_error(args: list[str], redirection: str, reason: str) -> None:
-    command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, *args]
-    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *command]
+    is_closed = redirection.endswith("-")  # which an interpreter finds when it starts
+    interpreter = [sys.executable, "-c"] if is_closed else forked.command(*MODULES)
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *interpreter, OVER_A_FAKE_STILLROOM, *args]
     root = Path(__file__).resolve().parents[2]
     found = subprocess.run(shell, capture_output=True, text=True, cwd=root, check=False)
     assert found.returncode == 1 and len(found.stderr.splitlines()) == 1
@@ -246,7 +251,7 @@ def run_over_a_fake(*args: str | bytes, encoding: str, stdin: bytes = b"") -> "s
     """Run a command in its own process, with standard streams of this encoding."""
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", OVER_A_FAKE_STILLROOM, *args]
+    command = [*forked.command(*MODULES), OVER_A_FAKE_STILLROOM, *args]
     return subprocess.run(command, input=stdin, capture_output=True, cwd=root, env=environment, check=False)
 
 
@@ -297,9 +302,8 @@ def test_signals_end_a_command_without_a_stack_trace(number: int, code: int, tmp
     )
     root = Path(__file__).resolve().parents[2]
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=root
-    ) as process:
+    command = [*forked.command(*MODULES), program]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=root) as process:
         assert process.stdin and process.stdout and process.stderr
         process.stdin.write("ready?\n")
         process.stdin.flush()

@@ -16,12 +16,15 @@ import pytest
 from stillroom.errors import EngineUnavailableError
 from stillroom.server.loading import Loading
 from stillroom.server.run import HttpServer
+from tests import forked
 from tests.cli.harness import Opened, Run
 from tests.server.fakes import FakeStillroom, as_stillroom, until
 from tests.server.harness import serving
 from tests.server.test_disconnects import streaming
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("stillroom.cli.serve", "stillroom.server.app", "stillroom.server.run", "tests.server.fakes", "pydantic")
+"""What the programs of these tests import."""
 PROGRAM = """
 import sys
 import threading
@@ -51,7 +54,7 @@ main.main()
 
 @contextmanager
 def launched(*args: str, program: str = PROGRAM) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-c", program, *args]
+    command = [*forked.command(*MODULES), program, *args]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as process:
         try:
