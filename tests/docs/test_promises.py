@@ -1,6 +1,7 @@
 """The pages name tests that exist, and say truly which of them run on every change."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ def marks_of(decorators: list[ast.expr], aliases: dict[str, set[str]]) -> set[st
     """Return the marks of a whole test; those of some of its parameters do not count."""
     found: set[str] = set()
     for one in decorators:
-        text = ast.unparse(one)
+        text = ast.unparse(one.func if isinstance(one, ast.Call) else one)
         if "parametrize" not in text:
             found |= set(re.findall(r"pytest\.mark\.(\w+)", text)) | aliases.get(text, set())
     return found
@@ -38,13 +39,17 @@ def marks_of(decorators: list[ast.expr], aliases: dict[str, set[str]]) -> set[st
 
 def marks_in(path: Path) -> dict[str, set[str]]:
     """Return the marks of each test of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    tree, lines = ast.parse(text), text.splitlines()
     aliases: dict[str, set[str]] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            aliases[node.targets[0].id] = set(re.findall(r"pytest\.mark\.(\w+)", ast.unparse(node.value)))
+            value = "".join(lines[node.lineno - 1 : node.end_lineno])
+            aliases[node.targets[0].id] = set(re.findall(r"pytest\.mark\.(\w+)", value))
     of_file = aliases.get("pytestmark", set())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    classes = [node.body for node in tree.body if isinstance(node, ast.ClassDef)]
+    nodes = itertools.chain(tree.body, *classes)
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return {
         one.name: of_file | marks_of(one.decorator_list, aliases) for one in functions if one.name.startswith("test_")
     }

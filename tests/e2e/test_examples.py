@@ -97,6 +97,7 @@ def stillroom(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stillroom]:
         yield stillroom
 
 
+@pytest.mark.slow  # embeds a book; tests/e2e/test_demo.py asks questions to a smaller corpus
 @pytest.mark.parametrize("row", ANSWERED, ids=lambda row: row.question)
 def test_search_finds_the_document_among_the_first_five(stillroom: Stillroom, row: Row) -> None:
     found = stillroom.search(row.question, top_k=5).results

@@ -14,6 +14,7 @@ from stillroom.core.batch import Batch, StepResult
 from stillroom.core.ids import RequestId
 from stillroom.core.request import FinishReason, Request
 from tests.engine.harness import Run, engine_on, random_segments, request, samples_of
+from tests.examples import most_examples
 from tests.fakes import random_checkpoint
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -97,7 +98,7 @@ def make_requests(seed: int, count: int) -> list[Request]:
     num_blocks=12,
     budget=5,
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=most_examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_arrivals_forks_preemptions_and_cancellations_change_no_token(
     folders: dict[str, Path], kind: str, seed: int, actions: list[tuple[str, int]], num_blocks: int, budget: int
 ) -> None:

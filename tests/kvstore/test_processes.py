@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from stillroom.kvstore.disk import DiskStore
+from tests.examples import most_examples
 from tests.kvstore.nodes import MODEL, key, payload, record, sealed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +76,7 @@ def test_a_process_killed_at_any_moment_leaves_whole_records_only(tmp_path: Path
     num_temporaries = 0
     buffer = bytearray(SIZE)
     for num_kills in range(200):
-        if num_kills >= 20 and num_temporaries > 0:
+        if num_kills >= most_examples(20) and num_temporaries > 0:
             break
         with start(WRITES_UNTIL_KILLED, tmp_path) as writer:
             assert writer.stdout is not None and writer.stdout.readline() == "writing\n"

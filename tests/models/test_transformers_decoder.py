@@ -16,9 +16,10 @@ from tests.devices import TEST_DEVICE
 from tests.engine.engine_fixture import EngineFixture, Oracle, anywhere_fixture, question
 from tests.fakes import random_checkpoint
 from tests.models.test_oracle import (  # with the checkpoints of this file
+    Answers,
     answers,  # noqa: F401
+    check_under_stress,
     test_64_greedy_tokens_alone_equal_transformers,  # noqa: F401
-    test_64_greedy_tokens_of_a_batch_under_stress_equal_transformers,  # noqa: F401
     test_logits_equal_transformers,  # noqa: F401
 )
 from tests.models.test_oracle import (
@@ -126,6 +127,13 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     kind, settings, _ = CASES[request.param]
     folder = tmp_path_factory.mktemp("model") / request.param
     return folder, random_checkpoint(folder, kind, **settings)
+
+
+def test_64_greedy_tokens_of_a_batch_under_stress_equal_transformers(
+    checkpoint: tuple[Path, Any],
+    answers: Answers,  # noqa: F811  the fixture
+) -> None:
+    check_under_stress(checkpoint, answers)
 
 
 def test_answers_with_kept_kv_equal_those_without(checkpoint: tuple[Path, Any], tmp_path: Path) -> None:

@@ -68,11 +68,23 @@ class AttentionCase:
         return torch.cat(rows)
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
+SEQUENCES = {
+    "first-token": [(1, 1)],
+    "decoding": [(1, 70), (1, 3), (1, 129)],
+    "prompt": [(7, 7)],
+    "mixed": [(1, 20), (5, 66), (4, 4), (1, 1), (3, 130)],
+}
+"""Triton's interpreter needs 0.3 s for one: `make test` tries every limit on the mixed ones, which hold all others."""
+
+
 @pytest.mark.parametrize(
-    "sequences",
-    [[(1, 1)], [(1, 70), (1, 3), (1, 129)], [(7, 7)], [(1, 20), (5, 66), (4, 4), (1, 1), (3, 130)]],
-    ids=["first-token", "decoding", "prompt", "mixed"],
+    ("sequences", "limits"),
+    [
+        pytest.param(made, limits, id=f"{name}-{limits}", marks=[] if is_short else [pytest.mark.slow])
+        for name, made in SEQUENCES.items()
+        for limits in LIMITS
+        for is_short in [name == "mixed" or limits == LIMITS[0]]
+    ],
 )
 def test_kernel_and_its_reference_equal_attention_by_spans(sequences: list[tuple[int, int]], limits: Limits) -> None:
     case = AttentionCase(sequences)
@@ -88,7 +100,15 @@ def test_shapes_of_heads(heads: tuple[int, int, int]) -> None:
     torch.testing.assert_close(kernel(case.q, case.kv, case.plan.tensors, (8, 1), limits), case.expected(limits))
 
 
-@pytest.mark.parametrize(("num_splits", "limits"), [(2, LIMITS[0]), *((4, one) for one in LIMITS), (16, LIMITS[-1])])
+@pytest.mark.parametrize(
+    ("num_splits", "limits"),
+    [
+        (2, LIMITS[0]),
+        (4, LIMITS[3]),
+        *(pytest.param(4, one, marks=pytest.mark.slow) for one in (*LIMITS[:3], LIMITS[4])),
+        (16, LIMITS[-1]),
+    ],
+)
 def test_splitting_a_context_changes_no_result(num_splits: int, limits: Limits) -> None:
     case = AttentionCase([(1, 1), (1, 64), (1, 65), (1, 300)])
     out = kernel(case.q, case.kv, case.plan.tensors, (1, num_splits), limits)

@@ -151,7 +151,12 @@ def test_index_without_lists_is_planned_for_kv_alone() -> None:
 
 def test_progress_ends_at_its_total() -> None:
     seen: list[tuple[int, int]] = []
-    make_plan(Forecaster(make_inputs()), BUDGETS, EASY, on_progress=lambda done, total: seen.append((done, total)))
+    make_plan(
+        Forecaster(make_inputs(num_requests=3)),
+        BUDGETS,
+        EASY,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 

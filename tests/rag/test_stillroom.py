@@ -261,7 +261,7 @@ from stillroom import AskOptions, Stillroom
 from stillroom.errors import EngineClosedError
 
 kb, question, other = sys.argv[1:]
-stillroom = Stillroom.open(kb, model="bundled:microworld")
+stillroom = Stillroom.open(kb, model="bundled:reader")
 stillroom.ask(question)
 child = os.fork()
 if not child:
@@ -288,7 +288,7 @@ def test_fork_is_refused_and_does_not_harm_the_parent(knowledge: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     *refused, last = done.stdout.splitlines()
     assert len(refused) == 3 and all("opened in another process" in line for line in refused)
-    assert last == "Tunstead True"
+    assert "Tunstead" in last and last.endswith(" True")
 
 
 def test_prompt_with_tokens_without_embedding_is_refused(knowledge: Path, tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_command_speaks_over_its_pipes(tmp_path: Path, tool: str, arguments: dic
     (tmp_path / "docs/people.md").write_text(PEOPLE, encoding="utf-8")
     with Stillroom.open(tmp_path / "kb") as opened:
         opened.add(tmp_path / "docs")
-    command = ["-m", "stillroom.cli.main", "mcp", "--kb", str(tmp_path / "kb"), "--model", "bundled:microworld"]
+    command = ["-m", "stillroom.cli.main", "mcp", "--kb", str(tmp_path / "kb"), "--model", "bundled:reader"]
     found = use(
         StdioServerParameters(command=sys.executable, args=command),
         lambda client: client.call_tool(tool, arguments),
