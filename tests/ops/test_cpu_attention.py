@@ -78,11 +78,11 @@ def test_queries_with_gaps_see_the_context_up_to_themselves() -> None:
         assert (out[row : row + 1] - expected).abs().max() <= ERROR * 4
 
 
-@given(first=st.integers(1, 1190), window=st.none() | st.integers(1, 700))
+@given(first=st.integers(1, 1190), window=st.none() | st.integers(1, 700), head_dim=st.sampled_from([16, 64]))
 @settings(max_examples=10, deadline=None)
-def test_prefill_behind_a_kept_prefix_has_the_same_bits(first: int, window: int | None) -> None:
+def test_prefill_behind_a_kept_prefix_has_the_same_bits(first: int, window: int | None, head_dim: int) -> None:
     num_tokens = 1200
-    q, kv = tensors(num_tokens, (3, 1, 16), num_tokens)
+    q, kv = tensors(num_tokens, (3, 1, head_dim), num_tokens)
     whole = AttentionPlan([AttentionSpan(0, num_tokens, slice(0, num_tokens), num_tokens)])
     rest = AttentionPlan([AttentionSpan(0, num_tokens - first, torch.arange(num_tokens), num_tokens)])
     expected = whole.attend(q, kv, 0.25, window)[first:]
@@ -100,8 +100,9 @@ def test_result_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.Mon
     assert torch.equal(found[0], found[2])
 
 
-def test_key_that_is_not_a_number_reaches_only_queries_that_see_it() -> None:
-    q, kv = tensors(70, (2, 1, 16), 70)
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_key_that_is_not_a_number_reaches_only_queries_that_see_it(head_dim: int) -> None:
+    q, kv = tensors(70, (2, 1, head_dim), 70)
     kv[0][40] = torch.nan
     out = AttentionPlan([AttentionSpan(0, 70, slice(0, 70), 70)]).attend(q, kv, 0.25, None)
     assert not out[:40].isnan().any()

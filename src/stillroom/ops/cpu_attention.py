@@ -14,7 +14,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.ops.cpu_compiler import Bits, Floats, inlined, kernel, parallel_kernel
+from stillroom.ops.cpu_compiler import HAS_TILES, Bits, Floats, inlined, kernel, parallel_kernel
+from stillroom.ops.cpu_tiles import CONFIG, TILE, configure_tiles, release_tiles, tile_block, transpose
 from stillroom.ops.cpu_vectors import (
     LANES,
     add,
@@ -48,6 +49,8 @@ _LOWEST = np.float32(-1e20)
 _UNSEEN = np.float32(-1e30)
 _ROWS = 4
 _dot_4x64, _dot_4x32, _dot_4x16 = dot_block(_ROWS, 64), dot_block(_ROWS, 32), dot_block(_ROWS, 16)
+_PAIRS = BLOCK // 2
+_tiles_2x2, _tiles_2x1 = tile_block(2, 2), tile_block(2, 1)
 
 
 @kernel
@@ -62,6 +65,47 @@ def _products(  # noqa: PLR0913  a kernel's call
     else:
         for column in range(0, width, LANES):
             _dot_4x16(sums, first + column, width, x, x_at, x_step, y, column, num_pairs, is_added)
+
+
+@kernel
+def _multiply_tiles(sums: Floats, num_rows: Any, x: Any, y: Bits, is_added: Any) -> None:
+    """Multiply `num_rows` rows of x, a multiple of 32, with all columns of y [num_pairs, width]; sums [.., width]."""
+    num_pairs, width = y.shape
+    step = x.shape[1]
+    at = np.empty(2, np.int64)
+    for row in range(0, num_rows, 2 * TILE):
+        at[0], at[1] = row * step, (row + TILE) * step
+        for column in range(0, width, 2 * TILE):
+            place = row * width + column
+            if column + TILE < width:
+                _tiles_2x2(sums, place, width, x, at, step, y, column, num_pairs // TILE, is_added, at)
+            else:
+                _tiles_2x1(sums, place, width, x, at, step, y, column, num_pairs // TILE, is_added, at)
+
+
+@kernel
+def _score_tiles(k_SGD: Bits, slots: Any, group: Any, queries: Bits, keys: Bits, logits: Floats) -> None:
+    """As `_score`, with tiles (`cpu_tiles`); the keys are copied to `keys` [BLOCK, D] first."""
+    num_keys, head_dim = len(slots), k_SGD.shape[2]
+    for key in range(num_keys):
+        row, copied = k_SGD[slots[key], group], keys[key]
+        for i in range(head_dim):
+            copied[i] = row[i]
+    _multiply_tiles(logits, 2 * TILE * ((num_keys + 2 * TILE - 1) // (2 * TILE)), keys, queries, False)
+
+
+@kernel
+def _add_values_tiles(values: Bits, columns: Bits, weights: Bits, sums: Floats) -> None:
+    """Add the values, pairs of keys [BLOCK / 2, D], times the weights [BLOCK / 2, W] to the sums [D, W].
+
+    Args:
+        columns: room for the values as columns, [D, BLOCK / 2].
+    """
+    head_dim = values.shape[1]
+    for i in range(0, head_dim, TILE):
+        for pair in range(0, _PAIRS, TILE):
+            transpose(values, pair * head_dim + i, head_dim, columns, i * _PAIRS + pair, _PAIRS)
+    _multiply_tiles(sums, head_dim, columns, weights, True)
 
 
 @kernel
@@ -149,7 +193,7 @@ def _gather(
 
 
 @kernel
-def _attend_part(  # noqa: PLR0913  a kernel is one function
+def _attend_part(  # noqa: C901, PLR0913  a kernel is one function
     queries: Bits,
     group: Any,
     cache: tuple[Bits, Bits],
@@ -174,9 +218,17 @@ def _attend_part(  # noqa: PLR0913  a kernel is one function
     highs[:], totals[:], sums[:] = _LOWEST, 0, 0
     logits, weights = np.zeros((BLOCK, width), np.float32), np.zeros((BLOCK // 2, width), np.uint32)
     values, at = np.zeros((BLOCK // 2, head_dim), np.uint32), np.zeros(_ROWS, np.int64)
+    has_tiles = HAS_TILES and head_dim % (2 * TILE) == 0
+    size = head_dim if has_tiles else 0
+    copies, columns = np.zeros((BLOCK, size), np.uint16), np.zeros((size, _PAIRS), np.uint32)
+    if has_tiles:
+        configure_tiles(CONFIG)
     for start in range(keys[0], keys[1], BLOCK):
         stop = min(start + BLOCK, keys[1])
-        _score(k_SGD, slots[start:stop], group, queries, logits)
+        if has_tiles:
+            _score_tiles(k_SGD, slots[start:stop], group, queries, copies, logits)
+        else:
+            _score(k_SGD, slots[start:stop], group, queries, logits)
         factor = np.float32(1) if limits[1] > 0 else limits[0] * _LOG2_E
         if limits[1] > 0 or start < unmasked[0] or start + BLOCK > min(unmasked[1], stop):
             _limit(logits, start, bounds, limits)
@@ -187,10 +239,15 @@ def _attend_part(  # noqa: PLR0913  a kernel is one function
             odd_at = (slots[odd] * num_kv_heads + group) * head_dim if odd < stop else -1 - head_dim
             for i in range(0, head_dim, LANES):
                 interleave(values, pair * head_dim + i, v_SGD, even_at + i, odd_at + i)
+        if has_tiles:
+            _add_values_tiles(values, columns, weights, sums)
+            continue
         for i in range(0, head_dim, _ROWS):
             for row in range(_ROWS):
                 at[row] = i + row
             _products(sums, i * width, width, values, at, head_dim, weights, BLOCK // 2, True)
+    if has_tiles:
+        release_tiles()
 
 
 @inlined

@@ -15,8 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from stillroom.ops.cpu_compiler import kernel
-from stillroom.ops.cpu_vectors import HOST_FEATURES
+from stillroom.ops.cpu_compiler import HOST_FEATURES, kernel
 
 # Q queries, D dimensions, N centres, M subquantizers, C centroids of each (256), L lists, P pairs of a list and a
 # query, R room for candidates, K candidates of a query

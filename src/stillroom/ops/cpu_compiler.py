@@ -5,14 +5,18 @@ is compiled once for each combination of types (of weights, KV and activations),
 is invalidated when any of these files changes; numba itself checks only the file of a kernel, not those that it calls.
 """
 
+import ctypes
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import llvmlite.binding
 import numba
 import numpy as np
 from filelock import FileLock
@@ -28,6 +32,24 @@ Bits = NDArray[Any]
 """Bits of any type: a bfloat16 is a uint16, two bfloat16 are a uint32."""
 
 SIXTEEN = np.uint32(16)
+
+HOST_FEATURES = llvmlite.binding.get_host_cpu_features()
+_REQUEST = (158, 0x1023, 18)
+"""Linux's call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` on x86-64."""
+
+
+def _can_use_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (Intel AMX), and Linux lets this process use them."""
+    needed = ("amx-tile", "amx-bf16", "avx512bf16")
+    if sys.platform != "linux" or not all(HOST_FEATURES.get(name) for name in needed):
+        return False
+    with suppress(OSError, AttributeError):
+        return int(ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST))) == 0
+    return False
+
+
+HAS_TILES = _can_use_tiles()
+"""Whether kernels may use `cpu_tiles`; permission is asked for when this module is imported, as torch does later."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Parameters = ParamSpec("_Parameters")
@@ -90,6 +112,8 @@ SOURCES = tuple(
     (file.name, file.stat().st_mtime, file.stat().st_size) for file in sorted(Path(__file__).parent.glob("cpu_*.py"))
 )
 """Name, time of change and size of each file of kernels."""
+STAMP = (SOURCES, HAS_TILES)
+"""On what compiled code and measured times depend, besides the processor."""
 _FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # not ninf and nnan: attention starts from -inf
 _OPTIONS: Any = {"fastmath": _FAST, "nogil": True, "cache": _can_cache_code()}
 _PARALLEL: Any = ParallelOptions(
@@ -119,7 +143,7 @@ def _lock_cache_writes(cache_file: Any) -> None:
         with FileLock(f"{cache_file._index_path}.lock"):
             save(key, data)
 
-    cache_file._source_stamp, cache_file.save = SOURCES, save_locked
+    cache_file._source_stamp, cache_file.save = STAMP, save_locked
 
 
 def parallel_kernel(function: _Function) -> _Function:

@@ -13,15 +13,82 @@ from numba import types
 from numba.extending import overload
 
 from stillroom.ops.cpu_codes import linear_codes
-from stillroom.ops.cpu_compiler import SIXTEEN, Bits, Floats, as_float, inlined, parallel_kernel
+from stillroom.ops.cpu_compiler import HAS_TILES, SIXTEEN, Bits, Floats, as_float, inlined, kernel, parallel_kernel
 from stillroom.ops.cpu_elements import read, write
-from stillroom.ops.cpu_vectors import HAS_BYTE_DOT, HAS_DOT, LANES, dot_rows
+from stillroom.ops.cpu_tiles import CONFIG, TILE, configure_tiles, release_tiles, tile_block, transpose
+from stillroom.ops.cpu_vectors import HAS_BYTE_DOT, HAS_DOT, LANES, dot_rows, load, store, store_halves
 
-# T tokens, R tokens padded with zeros to a multiple of four, N outputs, M inputs
+# T tokens, R tokens padded with zeros to a multiple of four, W to one of sixteen, N outputs, M inputs
 
 _HIGH = np.uint32(0xFFFF0000)
 _rows_4x4 = dot_rows(4, 4)
 _bytes_4x4 = dot_rows(4, 4, has_bytes=True)
+_tiles_2x2, _tiles_2x1 = tile_block(2, 2, prefetches=True), tile_block(2, 1, prefetches=True)
+
+
+@kernel
+def _pack_columns(x_TM: Floats, packed: Bits) -> None:
+    """Round rows to bfloat16 and write them as columns, pairs of inputs [M / 2, W]; missing rows are zeros."""
+    num_rows, num_inputs = x_TM.shape
+    num_pairs, width = packed.shape
+    halves = np.zeros((TILE, num_inputs), np.uint16)
+    for first in range(0, width, TILE):
+        for row in range(TILE):
+            if first + row < num_rows:
+                for i in range(0, num_inputs, LANES):
+                    store_halves(halves, row * num_inputs + i, load(x_TM, (first + row) * num_inputs + i))
+            else:
+                halves[row, :] = 0
+        for pair in range(0, num_pairs, TILE):
+            transpose(halves, 2 * pair, num_inputs, packed, pair * width + first, width)
+
+
+@kernel
+def _unpack_columns(sums: Floats, first: Any, out_TN: Floats, output: Any) -> None:
+    """Write the products of a tile of outputs, rows of `sums` [.., W] from `first` on, to their columns."""
+    num_rows, num_outputs = out_TN.shape
+    width = sums.shape[1]
+    rows = np.empty((TILE, TILE), np.float32)
+    for row in range(0, num_rows, TILE):
+        at = first * width + row
+        if row + TILE <= num_rows:
+            transpose(sums, at, width, out_TN, row * num_outputs + output, num_outputs)
+            continue
+        transpose(sums, at, width, rows, 0, TILE)
+        for last in range(num_rows - row):
+            store(out_TN, (row + last) * num_outputs + output, load(rows, last * TILE))
+
+
+@parallel_kernel
+def _tile_products(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:
+    """As `_dot_products`, with tiles (`cpu_tiles`): sixteen outputs and sixteen rows at a time.
+
+    A thread reads two parts of the matrix side by side and fetches the rows that follow. Each row's sums are added in
+    the same order whatever other rows there are.
+    """
+    num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
+    num_steps, width = num_pairs // TILE, TILE * ((num_rows + TILE - 1) // TILE)
+    packed = np.empty((num_pairs, width), np.uint32)
+    _pack_columns(x_TM, packed)
+    num_tiles, most = (num_outputs + TILE - 1) // TILE, num_outputs - TILE
+    for thread in numba.prange(num_threads):
+        configure_tiles(CONFIG)
+        sums = np.empty((2 * TILE, width), np.float32)
+        at, ahead_at = np.empty(2, np.int64), np.empty(2, np.int64)
+        first, end = num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads
+        half = (end - first + 1) // 2
+        for tile in range(first, first + half):
+            for stream in range(2):
+                output = TILE * (tile + stream * half)  # past the end, the last outputs are computed again
+                at[stream], ahead_at[stream] = min(output, most) * num_pairs, min(output + TILE, most) * num_pairs
+            for column in range(0, width, 2 * TILE):
+                if column + TILE < width:
+                    _tiles_2x2(sums, column, width, weight, at, num_pairs, packed, column, num_steps, False, ahead_at)
+                else:
+                    _tiles_2x1(sums, column, width, weight, at, num_pairs, packed, column, num_steps, False, ahead_at)
+            for stream in range(2):
+                _unpack_columns(sums, stream * TILE, out_TN, at[stream] // num_pairs)
+        release_tiles()
 
 
 @parallel_kernel
@@ -58,6 +125,9 @@ def _dot_products(  # noqa: C901  a kernel is one function
 def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:  # noqa: C901
     """x @ weight.T; weight [N, M / 2] holds two bfloat16 in each uint32."""
     num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
+    if HAS_TILES and num_rows > 1 and num_pairs % TILE == 0 and num_outputs >= TILE:
+        _tile_products(x_TM, weight, out_TN, num_threads)
+        return
     if HAS_DOT and num_rows > 1 and num_pairs % LANES == 0:
         _dot_products(x_TM, weight, out_TN, num_threads)
         return

@@ -8,16 +8,16 @@ differ by rounding. tests/ops/test_cpu_vectors.py computes each operation with n
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
+from stillroom.ops.cpu_compiler import HOST_FEATURES
+
 LANES = 16
 
-HOST_FEATURES = llvmlite.binding.get_host_cpu_features()
 HAS_DOT = bool(HOST_FEATURES.get("avx512bf16"))
 """Whether one instruction of this processor multiplies pairs of bfloat16 and adds them to float32."""
 HAS_BYTE_DOT = bool(HOST_FEATURES.get("avx512vnni"))
@@ -56,7 +56,7 @@ def _floats(value: float) -> ir.Constant:
     return ir.Constant(_FLOATS, [ir.Constant(_F32, value)] * LANES)
 
 
-def _call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
+def call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), arguments)
 
@@ -67,7 +67,7 @@ def _splat(builder: Any, value: Any, vector: ir.VectorType) -> Any:
     return builder.shuffle_vector(one, undefined, _ints(0))
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: ir.Type) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: ir.Type) -> Any:
     """Return where an element of a contiguous array lies, counted flat, as a pointer to `element`."""
     start = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(start, [index]), element.as_pointer())
@@ -76,13 +76,13 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 def _call_masked(builder: Any, name: str, x: Any, y: Any) -> Any:
     """Call an AVX-512 instruction for all lanes, with the rounding that is set."""
     mask, rounding = ir.Constant(_I16, -1), ir.Constant(_I32, 4)
-    return _call(builder, f"llvm.x86.avx512.mask.{name}.ps.512", _FLOATS, [x, y, x, mask, rounding])
+    return call(builder, f"llvm.x86.avx512.mask.{name}.ps.512", _FLOATS, [x, y, x, mask, rounding])
 
 
 def _as_halves(builder: Any, floats: Any) -> Any:
     """Round to bfloat16, to nearest, ties to even; returns 16 bits a lane."""
     if HAS_DOT:
-        return _call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [floats])
+        return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, [floats])
     bits = builder.bitcast(floats, _INTS)
     odd = builder.and_(builder.lshr(bits, _ints(16)), _ints(1))
     return builder.trunc(builder.lshr(builder.add(builder.add(bits, _ints(0x7FFF)), odd), _ints(16)), _HALVES)
@@ -91,17 +91,17 @@ def _as_halves(builder: Any, floats: Any) -> Any:
 def _dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
     """total + products of the two bfloat16 in each lane of x and y."""
     if HAS_DOT:
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [total, x, y])
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, [total, x, y])
     halves = [(builder.shl(v, _ints(16)), builder.and_(v, _ints(-65536))) for v in (x, y)]
     for a, b in zip(*halves, strict=True):
         factors = [builder.bitcast(half, _FLOATS) for half in (a, b)]
-        total = _call(builder, "llvm.fma.v16f32", _FLOATS, [*factors, total])
+        total = call(builder, "llvm.fma.v16f32", _FLOATS, [*factors, total])
     return total
 
 
 def _byte_dot(builder: Any, total: Any, x: Any, y: Any) -> Any:
     """total + products of the four unsigned bytes in each lane of x with the signed bytes of y, int32."""
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", _INTS, [total, x, y])
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", _INTS, [total, x, y])
 
 
 # --------------------------------------------------------------------------------------------------- operations
@@ -120,7 +120,7 @@ def load(_context: Any, array: Any, index: Any) -> Any:
     """Return sixteen float32 of a contiguous array from a flat index on."""
 
     def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_address(target, builder, signature.args[0], arguments[0], arguments[1], _FLOATS), align=4)
+        return builder.load(address(target, builder, signature.args[0], arguments[0], arguments[1], _FLOATS), align=4)
 
     return _LANES(array, types.intp), codegen
 
@@ -130,7 +130,7 @@ def store(_context: Any, array: Any, index: Any, x: Any) -> Any:
     """Write sixteen float32 to a contiguous array from a flat index on."""
 
     def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _address(target, builder, signature.args[0], arguments[0], arguments[1], _FLOATS)
+        pointer = address(target, builder, signature.args[0], arguments[0], arguments[1], _FLOATS)
         builder.store(arguments[2], pointer, align=4)
         return target.get_dummy_value()
 
@@ -142,7 +142,7 @@ def store_pairs(_context: Any, array: Any, index: Any, low: Any, high: Any) -> A
     """Write the bfloat16 of `low` and of `high` as the halves of sixteen uint32, from a flat index on."""
 
     def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _address(target, builder, signature.args[0], arguments[0], arguments[1], _INTS)
+        pointer = address(target, builder, signature.args[0], arguments[0], arguments[1], _INTS)
         low, high = (builder.zext(_as_halves(builder, x), _INTS) for x in arguments[2:])
         builder.store(builder.or_(low, builder.shl(high, _ints(16))), pointer, align=4)
         return target.get_dummy_value()
@@ -164,9 +164,9 @@ def interleave(_context: Any, pairs: Any, index: Any, halves: Any, low_at: Any, 
         for row in rows:
             is_there = builder.icmp_signed(">=", row, ir.Constant(_I64, 0))
             place = builder.select(is_there, row, ir.Constant(_I64, 0))
-            value = builder.load(_address(target, builder, signature.args[2], halves, place, _HALVES), align=2)
+            value = builder.load(address(target, builder, signature.args[2], halves, place, _HALVES), align=2)
             found.append(builder.select(is_there, builder.zext(value, _INTS), _ints(0)))
-        pointer = _address(target, builder, signature.args[0], pairs, index, _INTS)
+        pointer = address(target, builder, signature.args[0], pairs, index, _INTS)
         builder.store(builder.or_(found[0], builder.shl(found[1], _ints(16))), pointer, align=4)
         return target.get_dummy_value()
 
@@ -201,7 +201,7 @@ def divide(_context: Any, x: Any, y: Any) -> Any:
 @intrinsic
 def multiply_add(_context: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once"""
-    return _on_lanes(lambda builder, *values: _call(builder, "llvm.fma.v16f32", _FLOATS, values), x, y, z)
+    return _on_lanes(lambda builder, *values: call(builder, "llvm.fma.v16f32", _FLOATS, values), x, y, z)
 
 
 def _greater(builder: Any, a: Any, b: Any) -> Any:
@@ -250,11 +250,11 @@ def power_of_two(_context: Any, x: Any) -> Any:
             rest = _call_masked(builder, "reduce", x, ir.Constant(_I32, _FLOOR))
         else:
             x = _greater(builder, _floats(-126.0), x)
-            whole = _call(builder, "llvm.floor.v16f32", _FLOATS, [x])
+            whole = call(builder, "llvm.floor.v16f32", _FLOATS, [x])
             rest = builder.fsub(x, whole)
         value = _floats(_POWERS[-1])
         for coefficient in reversed(_POWERS[:-1]):
-            value = _call(builder, "llvm.fma.v16f32", _FLOATS, [value, rest, _floats(coefficient)])
+            value = call(builder, "llvm.fma.v16f32", _FLOATS, [value, rest, _floats(coefficient)])
         if _HAS_SCALE:
             return _call_masked(builder, "scalef", value, x)
         exponent = builder.shl(builder.fptosi(whole, _INTS), _ints(23))
@@ -266,7 +266,7 @@ def power_of_two(_context: Any, x: Any) -> Any:
 def _permuted(builder: Any, table: Any, indices: Any) -> Any:
     """The element of `table` at the lowest four bits of each lane of `indices`."""
     if _HAS_SCALE:
-        return _call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, [table, indices])
+        return call(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, [table, indices])
     found, four_bits = ir.Constant(_FLOATS, ir.Undefined), builder.and_(indices, _ints(15))
     for lane in range(LANES):
         place = ir.Constant(_I32, lane)
@@ -288,7 +288,7 @@ def look_up(_context: Any, table: Any, codes: Any, index: Any, number: Any) -> A
 
     def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         table, codes, index, number = arguments
-        halves = builder.load(_address(target, builder, signature.args[1], codes, index, _HALVES), align=2)
+        halves = builder.load(address(target, builder, signature.args[1], codes, index, _HALVES), align=2)
         shift = builder.trunc(builder.mul(number, ir.Constant(_I64, 4)), _I32)
         return _permuted(builder, table, builder.lshr(builder.zext(halves, _INTS), _splat(builder, shift, _INTS)))
 
@@ -300,7 +300,7 @@ def store_halves(_context: Any, array: Any, index: Any, x: Any) -> Any:
     """Write sixteen float32 as bfloat16 to a contiguous array of uint16, from a flat index on."""
 
     def codegen(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _address(target, builder, signature.args[0], arguments[0], arguments[1], _HALVES)
+        pointer = address(target, builder, signature.args[0], arguments[0], arguments[1], _HALVES)
         builder.store(builder.bitcast(_as_halves(builder, arguments[2]), _HALVES), pointer, align=2)
         return target.get_dummy_value()
 
@@ -346,10 +346,10 @@ def dot_block(num_rows: int, num_columns: int) -> Any:
 
         def sum_at(row: int, vector: int) -> Any:
             place = builder.add(sums_at, builder.add(builder.mul(index(row), width), index(LANES * vector)))
-            return _address(target, builder, array[0], sums, place, _FLOATS)
+            return address(target, builder, array[0], sums, place, _FLOATS)
 
         places = [(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
-        starts = [builder.load(_address(target, builder, array[4], x_at, index(row), _I64)) for row in range(num_rows)]
+        starts = [builder.load(address(target, builder, array[4], x_at, index(row), _I64)) for row in range(num_rows)]
         entry = builder.block
         given, head, body, end = (builder.append_basic_block(name) for name in ("given", "head", "body", "end"))
         builder.cbranch(is_added, given, head)
@@ -368,13 +368,13 @@ def dot_block(num_rows: int, num_columns: int) -> Any:
         y_row = builder.add(y_at, builder.mul(pair, width))
         columns = [
             builder.load(
-                _address(target, builder, array[6], y, builder.add(y_row, index(LANES * vector)), _INTS), align=4
+                address(target, builder, array[6], y, builder.add(y_row, index(LANES * vector)), _INTS), align=4
             )
             for vector in range(num_vectors)
         ]
         step = builder.mul(pair, x_step)
         for row, start in enumerate(starts):
-            one = builder.load(_address(target, builder, array[3], x, builder.add(start, step), _I32), align=2)
+            one = builder.load(address(target, builder, array[3], x, builder.add(start, step), _I32), align=2)
             wide = _splat(builder, one, _INTS)
             for vector in range(num_vectors):
                 total = totals[row * num_vectors + vector]
@@ -430,12 +430,12 @@ def dot_rows(num_rows: int, num_outputs: int, *, has_bytes: bool = False) -> Any
         array = signature.args
 
         def number(array_type: Any, numbers: Any, place: int) -> Any:
-            return builder.load(_address(target, builder, array_type, numbers, ir.Constant(_I64, place), _I64))
+            return builder.load(address(target, builder, array_type, numbers, ir.Constant(_I64, place), _I64))
 
         def vectors(array_type: Any, values: Any, starts: list[Any], word: Any) -> list[Any]:
             offset = builder.mul(word, ir.Constant(_I64, 32 // array_type.dtype.bitwidth))
             places = [builder.add(start, offset) for start in starts]
-            pointers = [_address(target, builder, array_type, values, place, _INTS) for place in places]
+            pointers = [address(target, builder, array_type, values, place, _INTS) for place in places]
             return [builder.load(pointer, align=2) for pointer in pointers]
 
         x_starts = [number(array[3], x_at, row) for row in range(num_rows)]
@@ -460,7 +460,7 @@ def dot_rows(num_rows: int, num_outputs: int, *, has_bytes: bool = False) -> Any
         builder.position_at_end(end)
         found = _sum_each(builder, totals, builder.add if has_bytes else builder.fadd)
         for place in range(LANES):
-            pointer = _address(target, builder, array[0], sums, number(array[1], sums_at, place), lane)
+            pointer = address(target, builder, array[0], sums, number(array[1], sums_at, place), lane)
             builder.store(builder.extract_element(found, ir.Constant(_I32, place)), pointer)
         return target.get_dummy_value()
 
@@ -501,10 +501,10 @@ def dot_codes(num_rows: int, num_outputs: int) -> Any:
 
         def starts(place: int, numbers: Any, count: int) -> list[Any]:
             indices = [ir.Constant(_I64, number) for number in range(count)]
-            return [builder.load(_address(target, builder, array[place], numbers, index, _I64)) for index in indices]
+            return [builder.load(address(target, builder, array[place], numbers, index, _I64)) for index in indices]
 
         def loaded(place: int, values: Any, index: Any, element: ir.Type) -> Any:
-            return builder.load(_address(target, builder, array[place], values, index, element), align=2)
+            return builder.load(address(target, builder, array[place], values, index, element), align=2)
 
         x_starts, code_starts = starts(2, x_at, num_rows), starts(4, codes_at, num_outputs)
         scale_starts = starts(6, scales_at, num_outputs)
@@ -525,7 +525,7 @@ def dot_codes(num_rows: int, num_outputs: int) -> Any:
             found = loaded(3, codes, builder.add(first, at_codes), _HALVES)
             both = builder.shuffle_vector(found, found, twice)
             indices = [builder.lshr(both, shifts) for shifts in halves]
-            named = (_call(builder, "llvm.x86.avx512.permvar.hi.512", words, [levels, one]) for one in indices)
+            named = (call(builder, "llvm.x86.avx512.permvar.hi.512", words, [levels, one]) for one in indices)
             weights.append([builder.bitcast(one, _INTS) for one in named])
             bits = builder.zext(loaded(5, scales, builder.add(scale_at, block), _I16), _I32)
             factors.append(_splat(builder, builder.bitcast(builder.shl(bits, ir.Constant(_I32, 16)), _F32), _FLOATS))
@@ -537,12 +537,12 @@ def dot_codes(num_rows: int, num_outputs: int) -> Any:
                 for one, weight in zip(inputs, weights[output], strict=True):
                     products = _dot(builder, products, one, weight)
                 before = totals[row * num_outputs + output]
-                after = _call(builder, "llvm.fma.v16f32", _FLOATS, [products, factors[output], before])
+                after = call(builder, "llvm.fma.v16f32", _FLOATS, [products, factors[output], before])
                 before.add_incoming(after, builder.block)
         block.add_incoming(builder.add(block, ir.Constant(_I64, 1)), builder.block)
         builder.branch(head)
         builder.position_at_end(end)
-        pointer = _address(target, builder, array[0], sums, ir.Constant(_I64, 0), _FLOATS)
+        pointer = address(target, builder, array[0], sums, ir.Constant(_I64, 0), _FLOATS)
         builder.store(_sum_each(builder, totals, builder.fadd), pointer, align=4)
         return target.get_dummy_value()
 

@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from stillroom.config.places import cache_root
-from stillroom.ops.cpu_compiler import SOURCES
+from stillroom.ops.cpu_compiler import STAMP
 
 _NUM_MEASUREMENTS = 5
 _PATIENCE_SECONDS = 1.0
@@ -51,7 +51,7 @@ def forget() -> None:
 @cache
 def _file() -> Path:
     """The file for this processor and these versions of the code that is compared."""
-    what = (_processor(), platform.machine(), torch.__version__, numba.__version__, SOURCES)
+    what = (_processor(), platform.machine(), torch.__version__, numba.__version__, STAMP)
     return cache_root() / "crossovers" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}.json"
 
 
