@@ -1,11 +1,13 @@
 """A product whose rows do not depend on each other, beside torch's."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from stillroom.ops import steady_linear
 from stillroom.ops.steady_linear import SteadyLinear
 from tests.random_reader import drawn
 
@@ -45,6 +47,23 @@ def test_a_changed_weight_is_packed_again_and_a_copy_has_its_own() -> None:
         layer.bias.mul_(2)
         torch.testing.assert_close(layer(x), 2 * before)
         assert torch.equal(twin(x), before)
+
+
+def test_a_weight_is_packed_once_for_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries in float32 and sentences in bfloat16 come in turn."""
+    layer, packed, pack = drawn(SteadyLinear(64, 32), 1), [], steady_linear._product_of
+
+    def counted(weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype, then_gelu: bool) -> Any:
+        packed.append(dtype)
+        return pack(weight, bias, dtype, then_gelu)
+
+    monkeypatch.setattr(steady_linear, "_product_of", counted)
+    monkeypatch.setattr(steady_linear, "_rows_at_once", lambda *_: None)  # its trial packs too
+    with torch.inference_mode():
+        for autocasts in (False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                layer(torch.ones(512, 64))
+    assert sorted(map(str, packed)) == ["torch.bfloat16", "torch.float32"]
 
 
 def test_gradients_reach_the_weight() -> None:

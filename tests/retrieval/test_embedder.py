@@ -10,7 +10,7 @@ import pytest
 
 from stillroom.config.settings import EmbedderConfig
 from stillroom.errors import ModelNotFoundError
-from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.embedder import Embedder, _runs
 
 TEXTS = [
     "Rotate the keys of the vault every month.",
@@ -39,9 +39,30 @@ def test_documents_in_bfloat16_are_close_to_float32(embedder: Embedder) -> None:
     assert np.min(np.sum(embedder.embed_documents(TEXTS) * exact, axis=1)) > 0.999
 
 
+def test_sentences_have_the_vectors_of_queries_among_any_others(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = embedder.embed_queries(TEXTS)
+    together = embedder.embed_sentences(TEXTS)
+    assert np.min(np.sum(together * exact, axis=1)) > 0.999
+    monkeypatch.setattr("stillroom.retrieval.embedder._MAX_TOGETHER", 20)
+    assert np.min(np.sum(embedder.embed_sentences(TEXTS) * exact, axis=1)) > 0.999
+    monkeypatch.setattr("stillroom.retrieval.embedder._autocast_dtype", lambda config, device: None)
+    np.testing.assert_allclose(embedder.embed_sentences(TEXTS), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "runs"),
+    [([3], [[0]]), ([9], [[0]]), ([2, 3, 1, 5, 9, 1], [[0, 1], [2], [3], [4], [5]]), ([1, 1, 3], [[0, 1, 2]])],
+)
+def test_sentences_are_embedded_in_runs_of_bounded_length(lengths: list[int], runs: list[list[int]]) -> None:
+    assert list(_runs(lengths, 5)) == runs
+
+
 def test_no_texts_give_no_vectors(embedder: Embedder) -> None:
     assert embedder.embed_documents([]).shape == (0, 384)
     assert embedder.embed_queries([]).shape == (0, 384)
+    assert embedder.embed_sentences([]).shape == (0, 384)
 
 
 def test_query_vector_is_cached(embedder: Embedder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +126,7 @@ def test_counting_tokens_loads_neither_torch_nor_the_model() -> None:
     code = """
 import sys
 from stillroom.config.settings import EmbedderConfig
-from stillroom.retrieval.embedder import Embedder
+from stillroom.retrieval.embedder import Embedder, _runs
 
 embedder = Embedder(EmbedderConfig())
 assert embedder.count_tokens("rotate the keys") == 3

@@ -5,7 +5,7 @@ with matrix products, a few rows at a time: at these lengths they are faster on 
 under autocast, which would convert the scores of all pairs twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor
 
     Args:
         query: scaled.
-        bias: [rows, 1, 1, tokens], added to the scores.
+        bias: [rows, 1, 1, tokens] or [rows, 1, tokens, tokens], added to the scores.
     """
     num_rows, num_heads, length, _ = query.shape
     num_at_once = max(1, _SCORES_AT_ONCE // (num_heads * length**2)) if query.device.type == "cpu" else num_rows
@@ -108,6 +108,25 @@ class BertEncoder(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, bias, dropout)
         encoded: Tensor = hidden
+        return encoded
+
+    def encode_packed(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the hidden states of the last layer, [tokens, hidden_size], of texts that lie back to back without
+        padding. Each text attends to itself only, and all its tokens are in part 0.
+
+        Args:
+            token_ids: [tokens], int64.
+            lengths: numbers of tokens of the texts.
+        """
+        device = token_ids.device
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+        texts = torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device))
+        hidden = self.norm(self.words(token_ids) + self.positions(positions) + self.parts.weight[0])[None]
+        bias = torch.zeros((len(texts), len(texts)), dtype=hidden.dtype, device=device)
+        bias = bias.masked_fill(texts[:, None] != texts, torch.finfo(hidden.dtype).min)[None, None]
+        for layer in self.layers:
+            hidden = layer(hidden, bias, 0.0)
+        encoded: Tensor = hidden[0]
         return encoded
 
 

@@ -24,7 +24,8 @@ _TRIED = (2, 7, 16, 40, 96, 200, 352, 448)
 class SteadyLinear(nn.Linear):
     """All weights are zeros until a checkpoint is loaded."""
 
-    _packed: tuple[Any, Product] | None = None
+    _packed: dict[Any, tuple[Any, Product]] | None = None
+    """By type: queries are embedded in float32, documents and sentences in bfloat16, in turn."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -48,10 +49,13 @@ class SteadyLinear(nn.Linear):
 
     def _product(self, dtype: torch.dtype, then_gelu: bool) -> Product:
         """Return the product with the packed weight, which is packed again after a change of the weight."""
-        state = (self.weight.data_ptr(), self.weight._version, self.bias._version, dtype, then_gelu)
-        packed = self._packed
+        state = (self.weight.data_ptr(), self.weight._version, self.bias._version)
+        if self._packed is None:
+            self._packed = {}
+        packed = self._packed.get((dtype, then_gelu))
         if packed is None or packed[0] != state:
-            packed = self._packed = state, _product_of(self.weight.detach(), self.bias.detach(), dtype, then_gelu)
+            packed = state, _product_of(self.weight.detach(), self.bias.detach(), dtype, then_gelu)
+            self._packed[dtype, then_gelu] = packed
         return packed[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,9 +73,9 @@ def is_packable(dtype: torch.dtype) -> bool:
 
 def _product_of(weight: Tensor, bias: Tensor, dtype: torch.dtype, then_gelu: bool) -> Product:
     """Return the product with a weight [outputs, inputs] and a bias [outputs], computed in `dtype`."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _PIECE)
+    packed, bias = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _PIECE), bias.to(dtype)
     name, kind = ("gelu", "none") if then_gelu else ("none", "")
-    return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias.to(dtype), name, [], kind)
+    return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, name, [], kind)
 
 
 @functools.cache

@@ -365,7 +365,9 @@ class Pipeline:
         if options.json_schema is not None:
             return None
         mode = options.mode or self._config.search.mode
-        embed = None if mode == "sparse" else self._kb.embed  # a search by words alone does not load the embedder
+        embed = (
+            None if mode == "sparse" else self._kb.embed_sentences
+        )  # a search by words alone does not load the embedder
         return lambda answer: cite(answer.text, answer.sources, embed, question)
 
     def _record(self, question: str, answer: Answer, *, is_kept: bool) -> None:

@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _TOKEN = re.compile(r"`[^`\n]+`|--?[A-Za-z][\w-]*|[^\W_](?:[\w.,:/\\+@#%'\u2019-]*[\w+#%])?|_\w+")
 _NUMBER = re.compile(r"[+-]?(\d[\d,]*(?:\.\d+)*)(%|[a-z]{0,4})$")
 _CODE_NAME = re.compile(r"\w_\w|_\w|[a-z\d][A-Z]|::|^--?[A-Za-z]|[A-Za-z]\.[A-Za-z]|/\w|^`")
+_POSSESSIVE = re.compile(r"['\u2019]s?$")
+_NO_WORD = re.compile(r"\W+")
 _IDEOGRAPHS = re.compile(r"[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]")
 _SUFFIXES = (
     "ations",
@@ -79,7 +82,7 @@ def terms_of(text: str) -> Terms:
     is_negated = False
     for match in _TOKEN.finditer(text):
         token = match.group()
-        lower = re.sub(r"['\u2019]s?$", "", token.strip("`").lower())
+        lower = _POSSESSIVE.sub("", token.strip("`").lower())
         is_negated |= lower in _NEGATION_WORDS or lower.endswith(("n't", "n\u2019t"))
         if number := _NUMBER.match(lower):
             value = number.group(1).replace(",", "")
@@ -107,10 +110,11 @@ def stem(word: str) -> str:
     return word
 
 
-def _stems(word: str) -> set[str]:
+@lru_cache(maxsize=8192)
+def _stems(word: str) -> frozenset[str]:
     if _IDEOGRAPHS.search(word):  # without blanks between words
-        return {word[at : at + 2] for at in range(max(len(word) - 1, 1))}
-    return {stem(part) for part in re.split(r"\W+", word) if part and part not in _STOP}
+        return frozenset(word[at : at + 2] for at in range(max(len(word) - 1, 1)))
+    return frozenset(stem(part) for part in _NO_WORD.split(word) if part and part not in _STOP)
 
 
 def _begins_sentence(text: str, at: int) -> bool:

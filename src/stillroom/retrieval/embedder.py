@@ -33,6 +33,9 @@ _SPECIAL_TOKENS = 2
 _RESERVED_TOKENS = 8
 """Tokens left free in a part of a text: its first word may have more tokens than it had in the text."""
 
+_MAX_TOGETHER = 512
+"""Tokens of sentences that are embedded together: attention compares all of them."""
+
 _NUM_KEPT = 1024
 """Number of cached query vectors (1.5 MB). Embedding takes eight times as long as the rest of a search."""
 
@@ -162,6 +165,13 @@ class Embedder:
         encoder = self._query_encoder if self._avoids_torch and texts else None
         return self._embed(texts, "query", None) if encoder is None else encoder.encode(texts)
 
+    def embed_sentences(self, texts: Sequence[str]) -> Vectors:
+        """As `embed_queries`, for sentences that are compared with each other: in the number type of documents, all
+        together, and no search waits for them. Their last bits may depend on the other sentences. Raises as
+        `embed_queries`."""
+        encoder = self._query_encoder if self._avoids_torch and texts else None
+        return self._embed(texts, "sentence", None) if encoder is None else encoder.encode(texts)
+
     def embed_query(self, text: str) -> Vectors:
         """Return float32 [dimension] of length 1, read-only. The vectors of the latest queries are cached. Raises as
         `embed_queries`."""
@@ -249,7 +259,8 @@ class Embedder:
     def _computed(
         self, model: "TextEncoder", kind: "Kind", compute: Callable[[list[int]], Vectors], batches: list[list[int]]
     ) -> Generator[tuple[int, Vectors], None, None]:
-        """Compute batches of documents on a CPU in parallel, all other batches one at a time."""
+        """Compute batches of documents on a CPU in parallel, all other batches one after the other, and those of
+        queries one at a time in the process."""
         from stillroom.ops.side_by_side import side_by_side
 
         is_cpu = model.device_type == "cpu"
@@ -257,7 +268,7 @@ class Embedder:
             yield from side_by_side(compute, batches)
             return
         for position, batch in enumerate(batches):
-            with self._forward_lock():
+            with contextlib.nullcontext() if kind == "sentence" and is_cpu else self._forward_lock():
                 part = next(side_by_side(compute, [batch]))[1] if is_cpu else compute(batch)
             yield position, part
 
@@ -268,8 +279,11 @@ class Embedder:
     def _batches(self, texts: Sequence[str], kind: "Kind", token_block: int) -> Iterator[list[int]]:
         """Yield indexes of texts with the same number of token blocks, the model's prompt included, so that padding
         does not depend on the other texts. The longest come first: slow or oversized batches fail early."""
-        prompt = self._files.prompts.get(kind, "")
+        prompt = self._files.prompts.get("query" if kind == "sentence" else kind, "")
         encoded = self.tokenizer.encode_batch([prompt + text for text in texts])
+        if kind == "sentence":
+            yield from _runs([min(len(encoding.ids), self.max_seq_length) for encoding in encoded], _MAX_TOGETHER)
+            return
         num_blocks = [-(-min(len(encoding.ids), self.max_seq_length) // token_block) for encoding in encoded]
         order = sorted(range(len(texts)), key=lambda index: -num_blocks[index])
         for _, group in itertools.groupby(order, key=lambda index: num_blocks[index]):
@@ -291,7 +305,7 @@ class Embedder:
     def _arithmetic(self, kind: "Kind", model: "TextEncoder") -> Iterator[None]:
         import torch
 
-        dtype = _autocast_dtype(self._config, model.device_type) if kind == "document" else None
+        dtype = None if kind == "query" else _autocast_dtype(self._config, model.device_type)
         with torch.inference_mode(), torch.autocast(model.device_type, dtype, enabled=dtype is not None):
             yield
 
@@ -303,6 +317,18 @@ class Embedder:
 
                 self._weights.model = run_in_short_lived_thread(lambda: load_text_encoder(self._files))
             return self._weights.model
+
+
+def _runs(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield runs of indexes whose lengths add up to at most `most`, or that are alone."""
+    run, total = list[int](), 0
+    for index, length in enumerate(lengths):
+        if run and total + length > most:
+            yield run
+            run, total = [], 0
+        run.append(index)
+        total += length
+    yield run
 
 
 def _autocast_dtype(config: EmbedderConfig, device: str) -> Any:

@@ -249,6 +249,11 @@ class KnowledgeBase(StoredDocuments):
         """Return float32 embeddings [len(texts), dimension], each of length 1."""
         return self.embedder.embed_queries(texts)
 
+    def embed_sentences(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """As `embed`, of sentences that are compared with each other, in the type of documents' products; no search
+        waits for it."""
+        return self.embedder.embed_sentences(texts)
+
     def embed_question(self, question: str) -> NDArray[np.float32]:
         """Return the read-only embedding [dimension] of a question; the latest questions are cached."""
         return self.embedder.embed_query(question)

@@ -20,7 +20,8 @@ from stillroom.ops.bert import BertEncoder, BertSpec, tensors_of_checkpoint
 from stillroom.ops.steady_linear import is_packable
 from stillroom.retrieval.model_files import ModelFiles
 
-Kind = Literal["query", "document"]
+Kind = Literal["query", "document", "sentence"]
+"""A sentence is encoded as a query, where that is faster together with other sentences."""
 Vectors = NDArray[np.float32]
 
 _TOKEN_BLOCK = 32
@@ -103,6 +104,8 @@ class BertTextEncoder:
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
         rows, block = self._files.token_ids(texts), self.token_block(kind)
+        if kind == "sentence":
+            return self._encode_packed(rows)
         length = min(-(-max(map(len, rows)) // block) * block, self._model.positions.num_embeddings)
         ids = torch.zeros(len(rows), length, dtype=torch.long)
         is_token = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -112,6 +115,15 @@ class BertTextEncoder:
         ids, is_token = ids.to(self.device_type), is_token.to(self.device_type)
         hidden = self._model.encode(ids, torch.zeros_like(ids), is_token)
         vectors: Vectors = F.normalize((hidden * is_token[:, :, None]).sum(1).float(), dim=-1).cpu().numpy()
+        return vectors
+
+    def _encode_packed(self, rows: list[list[int]]) -> Vectors:
+        """Encode texts without padding: each weight is read once, for all tokens."""
+        lengths = [len(row) for row in rows]
+        ids = torch.tensor([one for row in rows for one in row], device=self.device_type)
+        hidden = self._model.encode_packed(ids, lengths).float()
+        sums = torch.stack([part.sum(0) for part in torch.split(hidden, lengths)])
+        vectors: Vectors = F.normalize(sums, dim=-1).cpu().numpy()
         return vectors
 
 
@@ -131,6 +143,7 @@ class SentenceTransformersEncoder:
         return _TOKEN_BLOCK
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors:
+        kind = "query" if kind == "sentence" else kind
         encode = self._model.encode_query if kind == "query" else self._model.encode_document
         found = encode(
             list(texts),
