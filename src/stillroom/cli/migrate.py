@@ -34,12 +34,13 @@ def migrate(
 ) -> None:
     from stillroom.retrieval.knowledge_base import KnowledgeBase
     from stillroom.retrieval.migrating import migrate as run
+    from stillroom.retrieval.migrating import target_manifest
 
     settings = opening.load_settings(config)
     shown = counting("copying documents", is_shown=not (quiet or as_json))
     with (
         KnowledgeBase.open(source, settings) as opened,
-        KnowledgeBase.open(target, settings, create=opened.manifest) as made,
+        KnowledgeBase.open(target, settings, create=target_manifest(opened.manifest, settings.index, target)) as made,
         shown as on_progress,
     ):
         report = run(opened, made, on_progress)

@@ -12,9 +12,12 @@ from stillroom.errors import ConfigError
 
 SearchMode = Literal["hybrid", "dense", "sparse"]
 FusionName = Literal["convex", "rrf", "minmax"]
-IndexKind = Literal["flat", "hnsw", "ivf_pq", "qdrant"]
+IndexKind = Literal["flat", "hnsw", "ivf_pq", "qdrant", "pgvector"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 HopQuestion = Literal["auto", "model", "answer"]
+
+_MOST_LINKS, _MOST_BUILT = 100, 1000
+"""Limits of pgvector's `m` and `ef_construction`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,9 @@ class IndexConfig:
     kind: IndexKind = "flat"
     """`flat`: exact; time grows with the corpus. `hnsw`: approximate, from some 10,000 chunks on. `ivf_pq`: approximate
     and small, for millions of chunks; exact until 39 * 2^nbits chunks are there to train on. `qdrant`: a collection of
-    a Qdrant server, for corpora beyond one machine; see `[qdrant]`, and `m`, `ef_construction` and `ef_search`."""
+    a Qdrant server, for corpora beyond one machine; see `[qdrant]`, and `m`, `ef_construction` and `ef_search`.
+    `pgvector`: an HNSW index in the PostgreSQL database of the knowledge base, with the same settings and `[pgvector]`;
+    no machine has a copy of the vectors (docs/postgresql.md)."""
     m: Annotated[int, Range(2)] = 32
     """HNSW links per node. More gives better recall and takes more memory and build time."""
     ef_construction: int = 200
@@ -98,10 +103,17 @@ class IndexConfig:
             )
         if self.ann_recall and self.search_budget_s:
             raise ConfigError("index.ann_recall and index.search_budget_s exclude each other; set one of them to 0")
-        if self.kind == "qdrant" and (self.ann_recall or self.search_budget_s):
+        if self.kind in ("qdrant", "pgvector") and (self.ann_recall or self.search_budget_s):
             raise ConfigError(
-                "index.ann_recall and index.search_budget_s do not work with index.kind = 'qdrant'; it is "
-                "searched with index.ef_search, or with qdrant.exact"
+                f"index.ann_recall and index.search_budget_s do not work with index.kind = '{self.kind}'; it is "
+                f"searched with index.ef_search, or with {self.kind}.exact"
+            )
+        if self.kind == "pgvector" and not (
+            self.m <= _MOST_LINKS and 2 * self.m <= self.ef_construction <= _MOST_BUILT
+        ):
+            raise ConfigError(
+                f"index.m={self.m} with index.ef_construction={self.ef_construction} is outside of pgvector's limits; "
+                f"m is at most {_MOST_LINKS}, and ef_construction from 2 * m to {_MOST_BUILT}"
             )
 
 
@@ -128,6 +140,14 @@ class QdrantConfig:
         check_key("STILLROOM_QDRANT__API_KEY", self.api_key)
         if not all(letter.isascii() and (letter.isalnum() or letter in "-_.") for letter in self.prefix):
             raise ConfigError(f"qdrant.prefix={self.prefix!r} must consist of letters, digits, '-', '_' and '.'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PgvectorConfig:
+    """Search of a `pgvector` index (docs/postgresql.md). Not recorded in the manifest; each process chooses."""
+
+    exact: bool = False
+    """Compare every vector instead of searching the HNSW index: slow, and equal to a `flat` index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from stillroom.config.retrieval_settings import (
     HopQuestion,
     IndexConfig,
     IndexKind,
+    PgvectorConfig,
     QdrantConfig,
     QueryCacheConfig,
     SearchConfig,
@@ -69,6 +70,7 @@ __all__ = [
     "IndexConfig",
     "IndexKind",
     "LoadChoice",
+    "PgvectorConfig",
     "Preload",
     "PrepareConfig",
     "PrepareWhen",
@@ -100,6 +102,7 @@ class StillroomConfig:
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
     qdrant: QdrantConfig = field(default_factory=QdrantConfig)
+    pgvector: PgvectorConfig = field(default_factory=PgvectorConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     query_cache: QueryCacheConfig = field(default_factory=QueryCacheConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

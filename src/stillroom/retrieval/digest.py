@@ -24,7 +24,7 @@ from stillroom.retrieval.lazy_faiss import faiss
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.manifest import MACHINE_SETTINGS, SEARCH_SETTINGS, Manifest
 from stillroom.retrieval.tiers.faiss_lists import all_entries, without_entries
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.vector_index import SearchedIndex
 
 _BATCH = 1000
 
@@ -74,7 +74,7 @@ def current_digest(manifest: Manifest, corpus: Corpus, indexes: Indexes, *, may_
     return index_digest(manifest, corpus, *indexes.current())
 
 
-def index_digest(manifest: Manifest, corpus: Corpus, dense: VectorIndex, sparse: Bm25Index) -> IndexDigest:
+def index_digest(manifest: Manifest, corpus: Corpus, dense: SearchedIndex, sparse: Bm25Index) -> IndexDigest:
     """Hash a knowledge base. Precondition: the indexes are up to date, and no process writes."""
     ids = sorted(corpus.changes_since(0).added)
     chunks, vectors, words = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()

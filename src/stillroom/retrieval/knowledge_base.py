@@ -369,7 +369,15 @@ class KnowledgeBase(StoredDocuments):
     def _open_vectors(self, record: VectorSetRecord, config: StillroomConfig) -> EmbeddedCorpus:
         """Open the corpus with the vectors of a set, which is the active one."""
         dense = DenseFiles(ActiveVectors(self.corpus, record), record.folder(self.path))
-        indexes = Indexes(self.path, self.corpus, config.index, record.dimension, qdrant=config.qdrant, dense=dense)
+        indexes = Indexes(
+            self.path,
+            self.corpus,
+            config.index,
+            record.dimension,
+            qdrant=config.qdrant,
+            dense=dense,
+            pgvector=config.pgvector,
+        )
         embedder = self._new_embedder(config.embedder)
         search = HybridSearch(self.corpus, indexes, embedder, config.search, self._clock, self._reranker)
         return EmbeddedCorpus(record, config, embedder, indexes, search)

@@ -5,6 +5,7 @@ At the end both are compared by a digest of every document, chunk, vector and fi
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stillroom.config.settings import IndexConfig
 from stillroom.core.document import DocumentInfo
 from stillroom.core.metadata import metadata_to_json
 from stillroom.core.private_files import open_file
@@ -24,6 +26,8 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.document_names import is_upload
+from stillroom.retrieval.store.manifest import Manifest
+from stillroom.retrieval.store.postgresql.address import address_of
 from stillroom.retrieval.store.sql_rows import PENDING, SourceFile, SourceUpdate, StoredDocument
 
 _CHUNKS_TOGETHER = 512
@@ -46,6 +50,20 @@ class MigrationReport:
     """Uploaded files whose bytes were copied."""
     digest: str
     """Digest of both corpora."""
+
+
+def target_manifest(source: Manifest, asked: IndexConfig, target: Path) -> Manifest:
+    """Return the settings of a new target: those of the source, with another index where pgvector is asked for, or
+    where the target is a folder, which cannot have it.
+
+    Args:
+        asked: Index in the user's settings.
+    """
+    if address_of(Path(os.path.abspath(target))) is not None:
+        return dataclasses.replace(source, index=asked) if asked.kind == "pgvector" else source
+    if source.index.kind != "pgvector":
+        return source
+    return dataclasses.replace(source, index=IndexConfig() if asked.kind == "pgvector" else asked)
 
 
 def migrate(source: KnowledgeBase, target: KnowledgeBase, on_progress: OnProgress) -> MigrationReport:

@@ -7,7 +7,7 @@ from pathlib import Path
 from stillroom.config.settings import StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.private_files import close_to_others
-from stillroom.errors import KnowledgeBaseError, KnowledgeBaseNotFoundError, StorageError
+from stillroom.errors import ConfigError, KnowledgeBaseError, KnowledgeBaseNotFoundError, StorageError
 from stillroom.retrieval.opened_folder import OpenedFolder
 from stillroom.retrieval.opening_shared import open_shared
 from stillroom.retrieval.store.folder import (
@@ -37,6 +37,7 @@ def open_folder(
         IncompatibleKnowledgeBaseError: It has a later format.
         CorruptKnowledgeBaseError: One of its files is damaged or missing.
         ModelNotFoundError: A new one was to be made, and its embedder is missing.
+        ConfigError: A new one was to be made, and its index needs a knowledge base in PostgreSQL.
         DatabaseUnavailableError: Its database cannot be reached, and this machine has no copy.
     """
     path = Path(os.path.abspath(path))
@@ -64,6 +65,11 @@ def _create(path: Path, clock: Clock, make_manifest: Callable[[], Manifest]) -> 
     """Make an empty knowledge base in a missing or empty folder, unless another process has just made one."""
     check_is_empty(path)
     manifest = make_manifest()
+    if manifest.index.kind == "pgvector":
+        raise ConfigError(
+            f"index.kind = 'pgvector' needs a knowledge base in PostgreSQL, and {path} is a folder; give "
+            "--kb postgresql://user@host/database?kb=name, or use another index.kind"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

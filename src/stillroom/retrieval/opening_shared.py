@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from stillroom.config.settings import StillroomConfig
@@ -25,7 +26,8 @@ from stillroom.retrieval.opened_folder import OpenedFolder
 from stillroom.retrieval.store.folder import CORPUS, MANIFEST
 from stillroom.retrieval.store.manifest import Manifest, load_manifest
 from stillroom.retrieval.store.postgresql.address import DatabaseAddress, make_local_folder
-from stillroom.retrieval.store.postgresql.database import Database, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.embedding_table import EmbeddingTable, create_embeddings
 from stillroom.retrieval.store.postgresql.local_copy import copied_at, copied_row, prepare_copy
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
 
@@ -45,7 +47,7 @@ def open_shared(
         KnowledgeBaseNotFoundError: There is none, and `make_manifest` is None.
         DatabaseUnavailableError: The server cannot be reached, and there is no copy.
         DatabaseRefusedError: The server refuses the user, whether there is a copy or not.
-        ConfigError: The index of a new one should be an embedded Qdrant collection.
+        ConfigError: The index of a new one should be a Qdrant collection, or the database lacks pgvector for it.
     """
     database = Database(address)
     try:
@@ -74,7 +76,9 @@ def _open(
                 f"there is no knowledge base {database.address}; make one with: "
                 f"stillroom add PATH --kb '{database.address}'"
             )
-        row = database.create(_checked(make_manifest()).to_text())
+        made = _checked(make_manifest())
+        prepare = partial(create_embeddings, index=made.index, dimension=made.dimension)
+        row = database.create(made.to_text(), prepare if made.index.kind == "pgvector" else _nothing)
     make_local_folder(folder, database.address)
     close_to_others(folder)
     _save(folder / MANIFEST, row)
@@ -82,7 +86,7 @@ def _open(
     path = folder / CORPUS
     with database.transaction() as connection:
         prepare_copy(path, connection, row.kb, row.corpus_id)
-    corpus = PostgresCorpus(path, database, row)
+    corpus = PostgresCorpus(path, database, row, embeddings=_embeddings(manifest, database.address, row.kb))
     try:
         with contextlib.suppress(KnowledgeBaseBusyError):  # another process of this machine does it
             corpus.refresh()
@@ -103,16 +107,28 @@ def _open_copy(folder: Path, database: Database, error: DatabaseUnavailableError
         "" if unix is None else f", whose last change is of {datetime.datetime.fromtimestamp(unix):%Y-%m-%d %H:%M:%S}"
     )
     logger.warning("%s. Searches use the copy in %s%s", error, folder, when)
-    corpus = PostgresCorpus(path, database, row)
+    manifest = load_manifest(folder / MANIFEST)
+    corpus = PostgresCorpus(path, database, row, embeddings=_embeddings(manifest, database.address, row.kb))
     corpus.note_outage()
-    return corpus, load_manifest(folder / MANIFEST)
+    return corpus, manifest
+
+
+def _embeddings(manifest: Manifest, address: DatabaseAddress, kb: int) -> EmbeddingTable | None:
+    """Return the table of the vectors, with a connection of its own, so that searches do not wait for commits."""
+    if manifest.index.kind != "pgvector":
+        return None
+    return EmbeddingTable(Database(address), kb, manifest.dimension)
+
+
+def _nothing(connection: Connection, kb: int) -> None:
+    """Other indexes need no table."""
 
 
 def _checked(manifest: Manifest) -> Manifest:
     if manifest.index.kind == "qdrant":
         raise ConfigError(
             "index.kind = 'qdrant' does not go with a knowledge base in PostgreSQL, where each machine has an index of "
-            "its own; use flat, hnsw or ivf_pq"
+            "its own; use flat, hnsw or ivf_pq, or pgvector for an index in the database"
         )
     return manifest
 

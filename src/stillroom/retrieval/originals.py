@@ -129,12 +129,11 @@ class Originals:
 
     def _indexed(self, document_id: DocumentId) -> tuple[Paragraph, ...]:
         """Return a document's chunks as paragraphs. Chunks do not overlap."""
-        chunks = [chunk for chunk, _ in self._corpus.chunks_of(document_id)]
         return tuple(
             Paragraph(
                 chunk.text, chunk.heading_path, chunk.start_line, chunk.end_line, chunk.start_page, chunk.end_page
             )
-            for chunk in chunks
+            for chunk in self._corpus.bare_chunks_of(document_id)
         )
 
     def _read(self, origin: DocumentOrigin, path: Path, stop: Cancellation) -> Document:

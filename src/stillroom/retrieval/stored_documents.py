@@ -69,4 +69,4 @@ class StoredDocuments:
 
     def chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
         """Return a document's chunks in order, without the first `offset`, at most `limit`; [] for unknown ids."""
-        return [chunk for chunk, _ in self.corpus.chunks_of(document_id, offset, limit)]
+        return self.corpus.bare_chunks_of(document_id, offset, limit)

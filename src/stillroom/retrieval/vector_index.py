@@ -1,4 +1,4 @@
-"""Interface of dense indexes (`flat`, `hnsw`, `ivf_pq`, `tiered_index`, `qdrant_index`) and helpers that they share."""
+"""Interfaces of dense indexes (`flat`, `hnsw`, `ivf_pq`, `tiered_index`, and those of servers), and shared helpers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ def stages(count: int, num_stages: int) -> list[range]:
     return [range(count * stage // num, count * (stage + 1) // num) for stage in range(num)]
 
 
-class VectorIndex(Protocol):
+class SearchedIndex(Protocol):
     """Unit vectors by chunk id; the score is the inner product, so the cosine. Not thread-safe.
 
     A staged search gives a ranking after each stage: the first ones are provisional, the last is that of the plain
@@ -55,14 +55,6 @@ class VectorIndex(Protocol):
     """
 
     def __len__(self) -> int: ...
-
-    def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add vectors [n, d] under ids [n], none of which is in the index."""
-        ...
-
-    def remove(self, ids: Sequence[int]) -> None:
-        """Remove those of these ids that are in the index."""
-        ...
 
     def search(
         self, query: NDArray[np.float32], k: int, effort: int | None = None, allowed: AllowedIds | None = None
@@ -104,6 +96,18 @@ class VectorIndex(Protocol):
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the whole index as arrays for a file."""
+        ...
+
+
+class VectorIndex(SearchedIndex, Protocol):
+    """An index that is filled and stored by its owner."""
+
+    def add(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Add vectors [n, d] under ids [n], none of which is in the index."""
+        ...
+
+    def remove(self, ids: Sequence[int]) -> None:
+        """Remove those of these ids that are in the index."""
         ...
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:

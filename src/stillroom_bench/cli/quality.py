@@ -42,6 +42,7 @@ INDEX_HELP = help_text(
     examples=(
         "stillroom bench index --dataset data/nfcorpus --dataset data/fiqa",
         "stillroom bench index --dataset data/nfcorpus --size 10000 --size 50000 --repeat 10 --html index.html",
+        "stillroom bench index --dataset data/nfcorpus --size 10000 --pgvector postgresql://anna@db/docs",
     ),
 )
 

@@ -28,6 +28,7 @@ from stillroom_bench.instrument.bench_report import BenchResult
 from stillroom_bench.instrument.environment import record_environment
 from stillroom_bench.instrument.harness import Arm, Metrics, Samples, peak_rss_bytes, reset_peak_rss, run_arms
 from stillroom_bench.loads.workloads import RealData, choose_queries, clustered_vectors, load_real_data
+from stillroom_bench.quality.index_pgvector import PgvectorRun, check_url, pgvector_arms
 from stillroom_bench.quality.index_whole import measure_bm25, whole_searches
 from stillroom_bench.quality.peers_ann import PEERS, bm25_peer, graph_peers, peer_versions
 from stillroom_bench.quality.quality_options import IndexOptions
@@ -58,6 +59,8 @@ class _IndexRun:
     seed: int
     say: Callable[[str], None]
     peers: Sequence[str]
+    pgvector: str
+    """URL of a PostgreSQL database; "" measures none."""
     samples: Samples = field(default_factory=Samples)
     notes: list[str] = field(default_factory=list)
     tables: dict[str, list[Row]] = field(default_factory=dict)
@@ -77,7 +80,8 @@ def run_index(
         work_dir: folder that keeps embeddings between runs.
 
     Raises:
-        UsageError: a data set is missing or empty, a peer is unknown, or a size is too small.
+        UsageError: a data set is missing or empty, a peer is unknown, a size is too small, or `pgvector` is no URL.
+        ConfigError: the database of `pgvector` lacks the extension.
         DocumentError: a line of a data set cannot be read.
     """
     peers, repeat, seed = options.peers or PEERS, options.repeat, options.seed
@@ -85,9 +89,12 @@ def run_index(
         raise UsageError(f"unknown peers {', '.join(sorted(unknown))}; known are {', '.join(PEERS)}")
     if not options.sizes or min(options.sizes) < _MIN_SIZE:
         raise UsageError(f"--size {min(options.sizes, default=0)} is fewer than {_MIN_SIZE} vectors; raise it")
+    if options.pgvector:
+        check_url(options.pgvector)
     sizes = sorted(set(options.sizes))
     environment = record_environment()
-    run = _IndexRun(load_real_data(options.datasets, work_dir, on_progress), repeat, seed, on_progress, peers)
+    real = load_real_data(options.datasets, work_dir, on_progress)
+    run = _IndexRun(real, repeat, seed, on_progress, peers, options.pgvector)
     for size in sizes:
         _measure_size(run, size, with_sweep=size == sizes[len(sizes) // 2])
     run.tables["tuner"] = _tuner_rows(run, sizes[0], sizes[-1])
@@ -147,7 +154,15 @@ def _measure_size(run: _IndexRun, size: int, *, with_sweep: bool) -> None:
     config = IndexConfig(kind="ivf_pq", seed=run.seed)
     rows.append(_add_own(run, arms, IvfPqIndex(vectors.shape[1], config), "ivf_pq nprobe=", (vectors, queries, truth)))
     rows += _add_peers(run, arms, (vectors, queries, truth))
-    run.measure(arms)
+    with contextlib.ExitStack() as stack:
+        if run.pgvector:
+            run.say(f"committing {size:,} vectors to pgvector")
+            config = IndexConfig(kind="pgvector", m=_M, ef_construction=_EF_CONSTRUCTION)
+            wanted = PgvectorRun(run.pgvector, config, _EF_SEARCH)
+            more, costs = stack.enter_context(pgvector_arms(wanted, vectors, queries, truth))
+            arms += more
+            run.tables[f"pgvector {size:,}"] = [costs]
+        run.measure(arms)
     run.tables[f"building {size:,}"] = rows
     run.tables[f"recall and speed at {size:,}"] = _frontier(run, size)
 

@@ -48,6 +48,11 @@ class IndexOptions:
     peers: tuple[str, ...] = flag(
         (), "A library to compare with: faiss, hnswlib, usearch or bm25s; default: all.", "--peer"
     )
+    pgvector: str = flag(
+        "",
+        "A PostgreSQL database with the extension vector, to measure pgvector too; what is made there is removed.",
+        metavar="URL",
+    )
     repeat: int = repeat_flag(7)
     seed: int = seed_flag()
 

@@ -20,7 +20,7 @@ from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
 from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
 from stillroom.retrieval.tiers.hot_lists import ListFigures
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.vector_index import SearchedIndex
 from tests.retrieval.index.dense_documents import RAM, TIERED, D, document, run_now, vectors
 
 Open = Callable[..., Indexes]
@@ -342,7 +342,7 @@ def test_sparse_search_does_not_wait_for_a_dense_search(opened: Open, monkeypatc
     store = indexes._dense
     began, go_on, current = threading.Event(), threading.Event(), store.current
 
-    def slow() -> VectorIndex:
+    def slow() -> SearchedIndex:
         began.set()
         assert go_on.wait(30)
         return current()

@@ -14,7 +14,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from stillroom.config.settings import IndexConfig, QdrantConfig
+from stillroom.config.settings import IndexConfig, PgvectorConfig, QdrantConfig
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId
 from stillroom.core.private_files import make_folder
@@ -22,6 +22,7 @@ from stillroom.errors import ConfigError, CorruptKnowledgeBaseError, StorageErro
 from stillroom.retrieval.filters.allowed import AllowedIds
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.dense_store import DenseStore
+from stillroom.retrieval.index.pgvector_index import PgvectorStore
 from stillroom.retrieval.index.qdrant_index import CollectionStore
 from stillroom.retrieval.index.search_batcher import OnFound, SearchBatcher
 from stillroom.retrieval.index.tiered_index import TieredIvfPqIndex
@@ -30,12 +31,14 @@ from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.vector_sets import VectorSource
 from stillroom.retrieval.tiers.hot_lists import ListFigures, Spawn
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.vector_index import SearchedIndex
 
 _BATCH = 4096
 """Chunks per read from the corpus."""
 
 _MAX_SHARE_REMOVED = 0.2
+
+AnyStore = DenseStore | CollectionStore | PgvectorStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Indexes:
         spawn: Spawn | None = None,
         qdrant: QdrantConfig | None = None,
         dense: DenseFiles | None = None,
+        pgvector: PgvectorConfig | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +69,7 @@ class Indexes:
             spawn: see `DenseStore`.
             qdrant: settings of a Qdrant collection; None takes the defaults.
             dense: vectors and folder of the dense index; None takes those of the corpus, and `folder`.
+            pgvector: settings of a search in pgvector; None takes the defaults.
         """
         self._corpus = corpus
         self._vectors = dense.vectors if dense else corpus
@@ -77,11 +82,13 @@ class Indexes:
         self._lock = Lock()
         """Guards the dense index."""
         self._sparse_lock = Lock()
-        self._dense: DenseStore | CollectionStore = (
-            CollectionStore(self.dense_folder, self._vectors, config, qdrant or QdrantConfig(), dimension)
-            if config.kind == "qdrant"
-            else DenseStore(self.dense_folder, self._vectors, config, dimension, spawn)
-        )
+        self._dense: AnyStore
+        if config.kind == "qdrant":
+            self._dense = CollectionStore(self.dense_folder, self._vectors, config, qdrant or QdrantConfig(), dimension)
+        elif config.kind == "pgvector":
+            self._dense = PgvectorStore(corpus, config, pgvector or PgvectorConfig(), dimension)
+        else:
+            self._dense = DenseStore(self.dense_folder, self._vectors, config, dimension, spawn)
         self._has_tiers = config.has_tiers
         self._batcher = SearchBatcher(self._lock, self._search_batch)
         self._sparse: Bm25Index | None = None
@@ -159,7 +166,7 @@ class Indexes:
         missing = index.scores(text, [chunk_id for chunk_id in cosines if chunk_id not in bm25])
         return cosines, {chunk_id: bm25[chunk_id] if chunk_id in bm25 else missing[chunk_id] for chunk_id in cosines}
 
-    def current(self) -> tuple[VectorIndex, Bm25Index]:
+    def current(self) -> tuple[SearchedIndex, Bm25Index]:
         """Return both indexes, brought up to date, for verification. Precondition: no writer is active."""
         with self._lock:
             dense = self._current_dense()
@@ -249,12 +256,12 @@ class Indexes:
         self.write()
 
     @contextlib.contextmanager
-    def reopened_dense(self) -> Iterator[DenseStore | CollectionStore]:
+    def reopened_dense(self) -> Iterator[AnyStore]:
         """Open the dense index as the next process would find it. Needs the write lock.
 
-        A Qdrant collection is yielded as it is: only one process may have an embedded one open.
+        An index of a server is yielded as it is; and only one process may have an embedded collection open.
         """
-        if isinstance(self._dense, CollectionStore):
+        if not isinstance(self._dense, DenseStore):
             with self._lock:
                 yield self._dense
             return
@@ -279,7 +286,7 @@ class Indexes:
 
     # Dense
 
-    def _current_dense(self) -> VectorIndex:
+    def _current_dense(self) -> SearchedIndex:
         """Return the dense index, brought up to date. Raises StorageError: the disk is full."""
         with self._translating_errors():
             return self._dense.current()
@@ -308,7 +315,7 @@ class Indexes:
             for number, query in enumerate(queries):
                 on_found(number, self._search_dense(query, k))
 
-    def _effort(self, dense: VectorIndex) -> int | None:
+    def _effort(self, dense: SearchedIndex) -> int | None:
         with _uncounted(dense):
             return self._tuner.effort(dense)
 
@@ -385,6 +392,6 @@ class Indexes:
             ) from error
 
 
-def _uncounted(dense: VectorIndex) -> contextlib.AbstractContextManager[None]:
+def _uncounted(dense: SearchedIndex) -> contextlib.AbstractContextManager[None]:
     """Return a context in which searches of the tuner do not count as user traffic."""
     return dense.uncounted() if isinstance(dense, TieredIvfPqIndex) else contextlib.nullcontext()

@@ -22,7 +22,7 @@ from stillroom.core.clock import Clock, SystemClock
 from stillroom.errors import ConfigError
 from stillroom.retrieval.atomic_files import write_atomically
 from stillroom.retrieval.ranking import Ranking
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.vector_index import SearchedIndex, VectorIndex
 
 K = 10
 """Neighbours whose recall is measured: ann_recall_at_10."""
@@ -157,7 +157,7 @@ class Tuner:
         """The present choice; None before the first search, or without a goal."""
         return self._tuning
 
-    def effort(self, index: VectorIndex) -> int | None:
+    def effort(self, index: SearchedIndex) -> int | None:
         """Return the effort to search with; None without a goal. Measures first (about a second) if needed.
 
         Raises:

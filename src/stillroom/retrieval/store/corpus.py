@@ -30,6 +30,7 @@ from stillroom.retrieval.store.sql_rows import (
     SourceUpdate,
     StoredDocument,
 )
+from stillroom.retrieval.store.vector_table import VectorTable
 from stillroom.telemetry import catalogue
 from stillroom.telemetry.catalogue import Readings
 
@@ -56,6 +57,8 @@ class Corpus(Protocol):
     """Id of this corpus and its copies."""
     is_copy: bool
     """Whether reads come from this machine's copy of a database, which has the bytes of uploaded files too."""
+    embedding_table: VectorTable | None
+    """Where the vectors are if the corpus has none itself: then `embeddings` reads from it."""
 
     @property
     def copy_state(self) -> CopyState | None:
@@ -133,6 +136,10 @@ class Corpus(Protocol):
         self, document_id: DocumentId, offset: int = 0, limit: int | None = None
     ) -> list[tuple[Chunk, NDArray[np.float32]]]:
         """Return a document's chunks in order with embeddings [d], without the first `offset`, at most `limit`."""
+        ...
+
+    def bare_chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
+        """As `chunks_of`, without embeddings."""
         ...
 
     def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:

@@ -35,6 +35,7 @@ from stillroom.retrieval.store.sql_rows import (
     SourceUpdate,
     StoredDocument,
 )
+from stillroom.retrieval.store.vector_table import VectorTable
 
 _BATCH = 500
 """Parameters per statement; SQLite accepts at least 999."""
@@ -48,6 +49,7 @@ class SqliteCorpus:
     """Implements `Corpus`."""
 
     is_copy = False
+    embedding_table: VectorTable | None = None
 
     def __init__(self, path: Path) -> None:
         """Open the file, or make it.
@@ -169,6 +171,9 @@ class SqliteCorpus:
             bounds = (-1 if limit is None else limit, offset)
             found = connection.execute(sql_rows.SELECT_CHUNKS_OF, (document_id, *bounds)).fetchall()
         return [(sql_rows.chunk(row), np.frombuffer(row[-1], dtype=np.float32)) for row in found]
+
+    def bare_chunks_of(self, document_id: DocumentId, offset: int = 0, limit: int | None = None) -> list[Chunk]:
+        return [chunk for chunk, _ in SqliteCorpus.chunks_of(self, document_id, offset, limit)]
 
     def chunks(self, chunk_ids: Sequence[int]) -> dict[ChunkId, Chunk]:
         found: dict[ChunkId, Chunk] = {}

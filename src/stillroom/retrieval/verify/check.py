@@ -92,7 +92,8 @@ class Verification:
         path = self._folder / CORPUS
         try:
             num_chunks = self._corpus.num_chunks
-            damage = check_corpus(path, self._dimension, _counter(num_chunks, on_progress, 0))
+            dimension = self._dimension if self._corpus.embedding_table is None else None
+            damage = check_corpus(path, dimension, _counter(num_chunks, on_progress, 0))
             found = list(damage.findings())
             if not found or embed is None:
                 return found, damage

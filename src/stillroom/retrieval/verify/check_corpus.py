@@ -104,8 +104,11 @@ class CorpusDamage:
             )
 
 
-def check_corpus(path: Path, dimension: int, step: StepCounter) -> CorpusDamage:
+def check_corpus(path: Path, dimension: int | None, step: StepCounter) -> CorpusDamage:
     """Check the whole file. Precondition: no process writes.
+
+    Args:
+        dimension: Of the vectors; None if they are not in this file.
 
     Raises:
         KnowledgeBaseBusyError: Another process wrote to a folder that this process cannot write.
@@ -192,7 +195,7 @@ class _Repair:
         self._database.executemany(statement, [(self._generation, chunk_id) for chunk_id in chunk_ids])
 
 
-def _check_chunks(database: sqlite3.Connection, dimension: int, damage: CorpusDamage, step: StepCounter) -> None:
+def _check_chunks(database: sqlite3.Connection, dimension: int | None, damage: CorpusDamage, step: StepCounter) -> None:
     """Compare texts with chunk ids, and check dimension and length of vectors."""
     last = -1
     while found := database.execute(_ALL, (last,)).fetchall():
@@ -200,7 +203,7 @@ def _check_chunks(database: sqlite3.Connection, dimension: int, damage: CorpusDa
             chunk = sql_rows.chunk(row)
             if chunk.chunk_id != chunk_id_of(chunk.document_id, chunk.ordinal, chunk.text):
                 damage.documents.add(str(chunk.document_id))
-            elif not _is_valid_vector(row[-1], dimension):
+            elif dimension is not None and not _is_valid_vector(row[-1], dimension):
                 damage.vectors.append(int(chunk.chunk_id))
         last = found[-1][0]
         step(len(found))

@@ -14,10 +14,10 @@ from stillroom.core.ids import ChunkId
 from stillroom.errors import CorruptKnowledgeBaseError, IndexUnavailableError
 from stillroom.retrieval.index.bm25 import Bm25Index
 from stillroom.retrieval.index.dense_store import DENSE_FILES, DenseStore
-from stillroom.retrieval.index.qdrant_index import CollectionStore
+from stillroom.retrieval.index.indexes import AnyStore
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.store.corpus import Corpus
-from stillroom.retrieval.vector_index import VectorIndex
+from stillroom.retrieval.vector_index import SearchedIndex
 from stillroom.retrieval.verify.verify_report import Finding, Part, StepCounter, finding, hex_ids
 
 _BATCH = 1000
@@ -28,9 +28,7 @@ _REBUILD = "Repairing rebuilds it from SQLite; nothing is embedded again"
 _LATE = "a writer was interrupted; nothing is lost, and the next search or `stillroom add` updates it"
 
 
-def check_dense(
-    store: DenseStore | CollectionStore, folder: Path, corpus: Corpus, step: StepCounter
-) -> Iterator[Finding]:
+def check_dense(store: AnyStore, folder: Path, corpus: Corpus, step: StepCounter) -> Iterator[Finding]:
     """Compare a freshly opened dense index with the corpus."""
     try:
         yield from _check_dense_state(store, folder, corpus)
@@ -99,9 +97,9 @@ def _differences(part: Part, found: _Differences) -> Iterator[Finding]:
         )
 
 
-def _check_dense_state(store: DenseStore | CollectionStore, folder: Path, corpus: Corpus) -> Iterator[Finding]:
+def _check_dense_state(store: AnyStore, folder: Path, corpus: Corpus) -> Iterator[Finding]:
     """Compare the state of the files with the corpus, before the index is updated in memory."""
-    if isinstance(store, CollectionStore):
+    if not isinstance(store, DenseStore):
         if store.needs_write():
             yield finding("dense", "the collection is missing, foreign, incomplete or behind SQLite", _LATE)
         return
@@ -122,7 +120,7 @@ def _out_of_step(part: Part, folder: Path, exists_on_disk: bool, generation: int
     return finding(part, "the index is damaged, or was made from another corpus or another state of it", _REBUILD)
 
 
-def _wrong_vectors(index: VectorIndex, corpus: Corpus, step: StepCounter) -> _Differences:
+def _wrong_vectors(index: SearchedIndex, corpus: Corpus, step: StepCounter) -> _Differences:
     num_entries = 0
     wrong: list[int] = []
     seen: list[NDArray[np.int64]] = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId
@@ -18,6 +19,7 @@ from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.database import Connection, ReplacedError
+from stillroom.retrieval.store.postgresql.embedding_table import EmbeddingTable
 from stillroom.retrieval.store.postgresql.statements import from_text, key_of, to_text
 from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
 
@@ -29,9 +31,15 @@ _Row = tuple[Any, ...]
 class Committer:
     """The changes of one transaction."""
 
-    def __init__(self, connection: Connection, kb: int, corpus_id: str) -> None:
-        """Lock the knowledge base. Raises ReplacedError: it was removed or replaced."""
-        self._connection, self._kb = connection, kb
+    def __init__(
+        self, connection: Connection, kb: int, corpus_id: str, embeddings: EmbeddingTable | None = None
+    ) -> None:
+        """Lock the knowledge base. Raises ReplacedError: it was removed or replaced.
+
+        Args:
+            embeddings: Table of the vectors; None stores them as bytes, for the copies.
+        """
+        self._connection, self._kb, self._embeddings = connection, kb, embeddings
         state = connection.execute(sql.LOCK_STATE, (kb,)).fetchone()
         if state is None or state[0] != corpus_id:
             raise ReplacedError
@@ -104,6 +112,8 @@ class Committer:
             ):
                 if rows:
                     cursor.executemany(statement, rows)
+        if self._embeddings is not None:
+            self._embeddings.put(self._connection, changes.embeddings)
 
     def _add_document(self, changes: "_Changes", key: bytes, document: StoredDocument, old: dict[int, str]) -> None:
         kb, revision = self._kb, self.revision
@@ -118,8 +128,10 @@ class Committer:
                 changes.moved.append((*where, revision, kb, int(chunk.chunk_id)))
                 continue
             changes.chunks.append(_chunk_row(kb, key, chunk, revision))
-            content = vector.astype(np.float32, copy=False).tobytes()
+            exact = vector.astype(np.float32, copy=False)
+            content = exact.tobytes() if self._embeddings is None else b""
             changes.vectors.append((kb, int(chunk.chunk_id), self._generation, content, revision))
+            changes.embeddings.append((int(chunk.chunk_id), exact))
 
     def _remove_chunks(self, chunk_ids: Sequence[int]) -> None:
         self._num_changes += len(chunk_ids)
@@ -173,6 +185,7 @@ class _Changes:
         self.documents: list[_Row] = []
         self.chunks: list[_Row] = []
         self.vectors: list[_Row] = []
+        self.embeddings: list[tuple[int, NDArray[np.float32]]] = []
         self.moved: list[_Row] = []
         self.removed: list[int] = []
 

@@ -6,7 +6,7 @@ Only `Database.create` makes tables: reading changes nothing in the database, so
 import contextlib
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -142,6 +142,26 @@ class Database:
                 if connection.closed or connection.broken:
                     self._drop()
 
+    def read(
+        self, statement: str, parameters: Sequence[object], settings: Mapping[str, str] | None = None
+    ) -> list[tuple[Any, ...]]:
+        """Return the rows of a query, run in a transaction of its own and in one round trip.
+
+        Unlike `transaction`, this does not ask first whether the kept connection still works: if it does not, the query
+        is repeated on a new one. Raises as `transaction`.
+
+        Args:
+            settings: Values of PostgreSQL's settings for this transaction.
+        """
+        with self._lock:
+            is_kept = self._connection is not None
+            try:
+                return self._read(statement, parameters, settings or {})
+            except DatabaseUnavailableError:
+                if not is_kept or self._connection is not None:
+                    raise
+            return self._read(statement, parameters, settings or {})
+
     def find(self) -> KnowledgeBaseRow | None:
         """Return the knowledge base; None if there is none. Makes no tables.
 
@@ -154,18 +174,26 @@ class Database:
             row = connection.execute(sql.SELECT_KB, (self.address.name,)).fetchone()
         return None if row is None else KnowledgeBaseRow(*row)
 
-    def create(self, manifest: str) -> KnowledgeBaseRow:
+    def create(
+        self, manifest: str, prepare: Callable[[Connection, int], None] = lambda connection, kb: None
+    ) -> KnowledgeBaseRow:
         """Make the knowledge base, unless another process has just made it, and the tables, if there are none. Raises
-        as `find`."""
+        as `find` and `prepare`.
+
+        Args:
+            prepare: Called with the number of a new knowledge base, in the transaction that makes it.
+        """
         with self.transaction() as connection:
             connection.execute(sql.LOCK_SCHEMA)
             if not _one(connection, sql.IS_THERE):
                 for statement in sql.SCHEMA:
                     connection.execute(statement)
             self._check_version(connection)
-            connection.execute(sql.INSERT_KB, (self.address.name, uuid.uuid4().hex, manifest))
+            made = connection.execute(sql.INSERT_KB, (self.address.name, uuid.uuid4().hex, manifest))
             row = connection.execute(sql.SELECT_KB, (self.address.name,)).fetchone()
-        assert row is not None
+            assert row is not None
+            if made.rowcount:
+                prepare(connection, row[0])
         return KnowledgeBaseRow(*row)
 
     @contextlib.contextmanager
@@ -225,6 +253,25 @@ class Database:
         if self._connection is None:
             self._connection = self.connect()
         return self._connection
+
+    def _read(self, statement: str, parameters: Sequence[object], settings: Mapping[str, str]) -> list[tuple[Any, ...]]:
+        """Precondition: the lock is held."""
+        if self._connection is None:
+            self._connection = self.connect()
+        connection = self._connection
+        try:
+            with self.translating_errors():
+                cursor = connection.cursor(binary=True)
+                with connection.pipeline(), connection.transaction():
+                    if settings:
+                        chosen = ", ".join(["set_config(%s, %s, true)"] * len(settings))
+                        connection.execute(f"SELECT {chosen}", [part for pair in settings.items() for part in pair])
+                    cursor.execute(statement, parameters)
+                found: list[tuple[Any, ...]] = cursor.fetchall()
+                return found
+        finally:
+            if connection.closed or connection.broken:
+                self._drop()
 
     def _is_alive(self, connection: Connection) -> bool:
         """Return whether a kept connection still works; a server that was restarted has closed it."""

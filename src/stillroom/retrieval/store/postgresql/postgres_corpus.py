@@ -14,7 +14,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stillroom.core.clock import Clock, SystemClock
+from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
@@ -24,6 +28,7 @@ from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.committer import Committer, store_upload
 from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow, ReplacedError
+from stillroom.retrieval.store.postgresql.embedding_table import EmbeddingTable
 from stillroom.retrieval.store.postgresql.follower import LOOK_EVERY_S, Follower
 from stillroom.retrieval.store.postgresql.local_copy import catch_up, original_folder
 from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
@@ -35,6 +40,8 @@ _SYSTEM_CLOCK = SystemClock()
 
 _MACHINE = "machine-id"
 """File with the id of a local folder, under which its unfinished uploads are noted."""
+
+_SELECT_GENERATIONS = "SELECT chunk_id, generation FROM vectors WHERE chunk_id IN ({})"
 
 
 class PostgresCorpus(SqliteCorpus):
@@ -49,14 +56,19 @@ class PostgresCorpus(SqliteCorpus):
         row: KnowledgeBaseRow,
         look_every_s: float = LOOK_EVERY_S,
         clock: Clock = _SYSTEM_CLOCK,
+        embeddings: EmbeddingTable | None = None,
     ) -> None:
         """Open the copy at `path`, which `prepare_copy` has made.
+
+        Args:
+            embeddings: Table of the vectors; None: they are in the copy.
 
         Raises:
             CorruptKnowledgeBaseError: The copy is damaged.
         """
         self._is_replaced = False
         self._database, self._row = database, row
+        self.embedding_table = self._embeddings = embeddings
         super().__init__(path)
         self._catching_up = threading.Lock()
         self._clock = clock
@@ -80,6 +92,8 @@ class PostgresCorpus(SqliteCorpus):
     def close(self) -> None:
         self._follower.end()
         self._database.close()
+        if self._embeddings is not None:
+            self._embeddings.close()
         super().close()
 
     @property
@@ -103,6 +117,33 @@ class PostgresCorpus(SqliteCorpus):
             self._bring(name, path)
         return path if path.exists() else super().original_path(name)
 
+    def chunks_of(
+        self, document_id: DocumentId, offset: int = 0, limit: int | None = None
+    ) -> list[tuple[Chunk, NDArray[np.float32]]]:
+        """As `Corpus.chunks_of`. Chunks whose vector another machine has just replaced are left out."""
+        found = super().chunks_of(document_id, offset, limit)
+        if self._embeddings is None or not found:
+            return found
+        ids = [int(chunk.chunk_id) for chunk, _ in found]
+        known = dict(self._select_in(_SELECT_GENERATIONS, ids))
+        stored = self._embeddings.stored(ids)
+        vectors = {
+            chunk_id: vector
+            for chunk_id, generation, vector in zip(
+                stored.ids.tolist(), stored.generations.tolist(), stored.vectors, strict=True
+            )
+            if known.get(chunk_id) == generation
+        }
+        return [(chunk, vectors[chunk.chunk_id]) for chunk, _ in found if chunk.chunk_id in vectors]
+
+    def embeddings(
+        self, chunk_ids: Sequence[int], statement: str = sql_rows.SELECT_VECTORS
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """As `Corpus.embeddings`. Raises IndexUnavailableError: they are in the database, which cannot be reached."""
+        if self._embeddings is None:
+            return super().embeddings(chunk_ids, statement)
+        return self._embeddings.vectors_of(chunk_ids)
+
     def commit(
         self,
         documents: Sequence[StoredDocument] = (),
@@ -117,7 +158,7 @@ class PostgresCorpus(SqliteCorpus):
         with self._noticing_removal(), self._database.transaction() as connection:
             for name, path in self._uploads(sources):
                 store_upload(connection, self._row.kb, name, path)
-            committer = Committer(connection, self._row.kb, self.corpus_id)
+            committer = Committer(connection, self._row.kb, self.corpus_id, self._embeddings)
             committer.put(documents)
             committer.remove(removed)
             for update in sources:
