@@ -20,6 +20,7 @@ from stillroom.retrieval.ranking import Ranking
 from stillroom.retrieval.store.postgresql import embedding_table
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
 from tests.retrieval.index.test_qdrant_index import D, document, unit, wide
+from tests.retrieval.store.postgresql.shared_machines import execute
 from tests.retrieval.store.test_any_corpus import open_postgres
 
 pytestmark = pytest.mark.postgres
@@ -84,8 +85,16 @@ def _assert_same(found: Ranking, expected: Ranking) -> None:
 
 
 @pytest.fixture
-def world(tmp_path: Path, database: str) -> Iterator[TwoMachines]:
-    one = TwoMachines(tmp_path, database)
+def with_graph(database: str) -> str:
+    """URL of a database that uses the graph for few rows, too."""
+    name = database.partition("?")[0].rpartition("/")[2]
+    execute(database, f"ALTER DATABASE {name} SET enable_seqscan = off")
+    return database
+
+
+@pytest.fixture
+def world(tmp_path: Path, with_graph: str) -> Iterator[TwoMachines]:
+    one = TwoMachines(tmp_path, with_graph)
     yield one
     one.close()
 
@@ -190,11 +199,11 @@ def test_filters_allow_only_their_chunks(world: TwoMachines, share: float) -> No
     assert index.search(queries[0], 10, None, nothing) == []
 
 
-def test_more_than_2000_dimensions_have_a_graph_of_half_precision(tmp_path: Path, database: str) -> None:
+def test_more_than_2000_dimensions_have_a_graph_of_half_precision(tmp_path: Path, with_graph: str) -> None:
     rng = np.random.default_rng(6)
     vectors = rng.standard_normal((60, 2001)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    corpus = open_postgres(tmp_path, database, "wide", pgvector=2001)
+    corpus = open_postgres(tmp_path, with_graph, "wide", pgvector=2001)
     corpus.commit([document("a", list(range(60)), vectors)])
     assert corpus.embedding_table is not None
     index = PgvectorIndex(corpus.embedding_table, corpus, 2001, 64, exact=False)
@@ -206,8 +215,8 @@ def test_more_than_2000_dimensions_have_a_graph_of_half_precision(tmp_path: Path
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_searches_are_right_after_any_history(tmp_path: Path, database: str, data: st.DataObject) -> None:
-    world = TwoMachines(tmp_path, database)
+def test_searches_are_right_after_any_history(tmp_path: Path, with_graph: str, data: st.DataObject) -> None:
+    world = TwoMachines(tmp_path, with_graph)
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     try:
         for _ in range(data.draw(st.integers(1, 8))):
