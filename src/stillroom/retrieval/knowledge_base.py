@@ -24,7 +24,7 @@ from stillroom.config.settings import EmbedderConfig, IndexConfig, SearchMode, S
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import SearchResult
-from stillroom.errors import CorruptKnowledgeBaseError
+from stillroom.errors import ConfigError, CorruptKnowledgeBaseError
 from stillroom.retrieval import reembedding
 from stillroom.retrieval.chunker import Chunker
 from stillroom.retrieval.digest import IndexDigest, current_digest
@@ -334,11 +334,16 @@ class KnowledgeBase(StoredDocuments):
         Raises:
             KnowledgeBaseBusyError: Another process does the same.
             ModelError: The model is missing, cannot be loaded, or is no embedding model.
-            ConfigError: The index of the knowledge base does not fit the model's dimension.
+            ConfigError: The index of the knowledge base does not fit the model's dimension, or is in pgvector.
             StorageError: The disk is full; searches go on, and the next call continues.
             ChangeCancelledError: `stop` was cancelled.
         """
         current = self._active.current()
+        if self.corpus.embedding_table is not None:
+            raise ConfigError(
+                "the embedder of a knowledge base with index.kind = 'pgvector' cannot be changed in place; make a new "
+                "one with the other embedder, and add the documents to it"
+            )
         model = model or self._active.wanted_model or current.config.embedder.model
         asked = dataclasses.replace(current.config.embedder, model=model)
         config = dataclasses.replace(current.config, embedder=asked)
@@ -391,6 +396,7 @@ class KnowledgeBase(StoredDocuments):
         """Hold the write lock, and write the indexes at the end."""
         with self._lock.held(action):
             current = self._active.current()
+            self.corpus.expect_vectors(current.record.number)
             delete_old_vectors(self.path, self._sets, self.corpus, self._active.config)
             with self._repairs.updating_indexes():
                 yield current

@@ -137,7 +137,7 @@ class Reembedding:
             num_together: Most chunks per commit; the first commits are smaller.
 
         Raises:
-            KnowledgeBaseBusyError: Another process does the same.
+            KnowledgeBaseBusyError: Another process does the same, maybe on another machine.
             ModelError: The model is missing, cannot be loaded, or is no embedding model. Nothing is recorded.
             ConfigError: The index of the knowledge base does not fit the model's dimension.
             StorageError: The disk is full; the active set is unchanged, and the next run continues.
@@ -145,7 +145,7 @@ class Reembedding:
         """
         began = self._clock.monotonic()
         model, fingerprint = self._stored_name(), self._embedder.fingerprint
-        with self._alone():
+        with self._alone(), self._corpus.changing_vectors():
             is_changed = fingerprint != active.fingerprint
             if is_changed:
                 logger.info("changing the embedder from %s to %s", active.model, model)

@@ -223,3 +223,16 @@ class Corpus(Protocol):
     def writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
         """Run a transaction, which is rolled back if an exception leaves the context. Raises as `commit`."""
         ...
+
+    def switch_vectors(self, number: int) -> bool:
+        """See `VectorSets.switch`."""
+        ...
+
+    def expect_vectors(self, number: int) -> None:
+        """Let later commits raise VectorsReplacedError if the active set is not this one, with which the caller embeds.
+        Needs the write lock."""
+        ...
+
+    def changing_vectors(self) -> contextlib.AbstractContextManager[None]:
+        """Keep other machines from changing the embedder in this context. Raises KnowledgeBaseBusyError."""
+        ...

@@ -35,6 +35,7 @@ from stillroom.retrieval.store.sql_rows import (
     SourceUpdate,
     StoredDocument,
 )
+from stillroom.retrieval.store.vector_sets import switch_tables
 from stillroom.retrieval.store.vector_table import VectorTable
 
 _BATCH = 500
@@ -366,6 +367,16 @@ class SqliteCorpus:
 
     def writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
         return self._transaction()
+
+    def switch_vectors(self, number: int) -> bool:
+        with self._transaction() as connection:
+            return switch_tables(connection, number)
+
+    def expect_vectors(self, number: int) -> None:
+        """Do nothing: a switch needs the write lock."""
+
+    def changing_vectors(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -50,6 +50,7 @@ _PUT_NEXT = """INSERT OR REPLACE INTO next_vectors (chunk_id, generation, vector
 _DELETE_INVALID = """DELETE FROM next_vectors WHERE NOT EXISTS (SELECT 1 FROM vectors v
     WHERE v.chunk_id = next_vectors.chunk_id AND v.generation = next_vectors.generation)"""
 _COUNT_DONE = "SELECT count(*) FROM next_vectors JOIN vectors USING (chunk_id, generation)"
+SELECT_VALID_NEXT = "SELECT n.chunk_id, n.vector FROM next_vectors n JOIN vectors v USING (chunk_id, generation)"
 _SELECT_NEXT = """SELECT n.chunk_id, n.vector FROM next_vectors n JOIN vectors v USING (chunk_id, generation)
     WHERE n.chunk_id IN ({})"""
 
@@ -238,18 +239,7 @@ class VectorSets:
         Returns:
             False, and changes nothing, if a vector is missing or the next set has another number.
         """
-        with self._corpus.writing() as connection:
-            made = _record(connection, "next")
-            if made is None or made.number != number:
-                return False
-            if connection.execute(f"SELECT 1 FROM vectors v WHERE {_IS_MISSING} LIMIT 1").fetchone():
-                return False
-            connection.execute(_DELETE_INVALID)
-            connection.execute("ALTER TABLE vectors RENAME TO old_vectors")
-            connection.execute("ALTER TABLE next_vectors RENAME TO vectors")
-            for role, old_role in (("old", "active"), ("active", "next")):
-                connection.execute("UPDATE vector_sets SET role = ? WHERE role = ?", (role, old_role))
-        return True
+        return self._corpus.switch_vectors(number)
 
     def discard_next(self) -> None:
         """Delete the next set, if there is one. Its files stay until `delete_unused_files`."""
@@ -261,6 +251,41 @@ class VectorSets:
         with self._corpus.writing() as connection:
             connection.execute("DROP TABLE IF EXISTS old_vectors")
             connection.execute("DELETE FROM vector_sets WHERE role = 'old'")
+
+
+def switch_tables(connection: sqlite3.Connection, number: int) -> bool:
+    """Make the next set of a file the active one; see `VectorSets.switch`. Precondition: within a transaction."""
+    if complete_next(connection, number) is None:
+        return False
+    connection.execute(_DELETE_INVALID)
+    connection.execute("ALTER TABLE vectors RENAME TO old_vectors")
+    connection.execute("ALTER TABLE next_vectors RENAME TO vectors")
+    for role, old_role in (("old", "active"), ("active", "next")):
+        connection.execute("UPDATE vector_sets SET role = ? WHERE role = ?", (role, old_role))
+    return True
+
+
+def complete_next(connection: sqlite3.Connection, number: int) -> VectorSetRecord | None:
+    """Return the next set if it has this number and lacks no vector."""
+    made = _record(connection, "next")
+    if made is None or made.number != number:
+        return None
+    is_incomplete = connection.execute(f"SELECT 1 FROM vectors v WHERE {_IS_MISSING} LIMIT 1").fetchone()
+    return None if is_incomplete else made
+
+
+def adopt(connection: sqlite3.Connection, record: VectorSetRecord) -> None:
+    """Note in a copy that its vectors are now those of another set, and discard the one that it was making."""
+    active = _record(connection, "active")
+    if active != record:
+        _discard_next(connection)
+        connection.execute("DELETE FROM vector_sets")
+        _insert(connection, record, "active")
+
+
+def is_of_later_set(folder: Path) -> bool:
+    """Whether a folder has the index files of another set than set 0."""
+    return folder.name.startswith(_FOLDER)
 
 
 def delete_unused_files(folder: Path, sets: VectorSets) -> None:

@@ -17,6 +17,7 @@ from stillroom.retrieval.index.dense_store import DENSE_FILES, DenseStore
 from stillroom.retrieval.index.indexes import AnyStore
 from stillroom.retrieval.index.words import WordAnalyzer, searched_text
 from stillroom.retrieval.store.corpus import Corpus
+from stillroom.retrieval.store.vector_sets import is_of_later_set
 from stillroom.retrieval.vector_index import SearchedIndex
 from stillroom.retrieval.verify.verify_report import Finding, Part, StepCounter, finding, hex_ids
 
@@ -109,6 +110,8 @@ def _check_dense_state(store: AnyStore, folder: Path, corpus: Corpus) -> Iterato
     exists_on_disk = any((folder / name).exists() for name in DENSE_FILES)
     if corpus.is_copy and exists_on_disk and store.is_readable():
         return  # of an earlier state of the copy; its content is compared as the next search updates it
+    if corpus.is_copy and not exists_on_disk and is_of_later_set(folder):
+        return  # another machine has changed the embedder; the next search makes the index
     yield _out_of_step("dense", folder, exists_on_disk, store.saved_generation, corpus.generation)
 
 

@@ -90,12 +90,6 @@ def test_embedded_collection_is_refused(open_on: Open) -> None:
         open_on("a", create=True, config=StillroomConfig(index=IndexConfig(kind="qdrant")))
 
 
-def test_embedder_cannot_be_changed_in_place(open_on: Open, docs: Path) -> None:
-    kb = open_on("a", create=True)
-    with pytest.raises(ConfigError, match="make a new one"):
-        corpus_of(kb).writing()
-
-
 def test_upload_can_be_opened_and_removed_on_every_machine(open_on: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(committer, "_PART_BYTES", 10)
     a = open_on("a", create=True)

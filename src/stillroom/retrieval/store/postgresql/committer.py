@@ -4,6 +4,7 @@ The row of the knowledge base is locked first, so commits follow each other, and
 last one.
 """
 
+import itertools
 import json
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -20,10 +21,13 @@ from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.database import Connection, ReplacedError
 from stillroom.retrieval.store.postgresql.embedding_table import EmbeddingTable
+from stillroom.retrieval.store.postgresql.published_vectors import published, with_published
 from stillroom.retrieval.store.postgresql.statements import from_text, key_of, to_text
 from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
+from stillroom.retrieval.store.vector_sets import VectorSetRecord, VectorsReplacedError
 
 _PART_BYTES = 1 << 20
+_REPLACED_TOGETHER = 1000
 
 _Row = tuple[Any, ...]
 
@@ -32,14 +36,21 @@ class Committer:
     """The changes of one transaction."""
 
     def __init__(
-        self, connection: Connection, kb: int, corpus_id: str, embeddings: EmbeddingTable | None = None
+        self,
+        connection: Connection,
+        kb: int,
+        corpus_id: str,
+        embeddings: EmbeddingTable | None = None,
+        embedded_with: int = 0,
     ) -> None:
         """Lock the knowledge base. Raises ReplacedError: it was removed or replaced.
 
         Args:
             embeddings: Table of the vectors; None stores them as bytes, for the copies.
+            embedded_with: Number of the vector set whose model embedded the documents of `put`.
         """
         self._connection, self._kb, self._embeddings = connection, kb, embeddings
+        self._embedded_with = embedded_with
         state = connection.execute(sql.LOCK_STATE, (kb,)).fetchone()
         if state is None or state[0] != corpus_id:
             raise ReplacedError
@@ -49,7 +60,11 @@ class Committer:
         self._unfinished: list[str] = []
 
     def put(self, documents: Sequence[StoredDocument]) -> None:
-        """Add or replace documents."""
+        """Add or replace documents. Raises VectorsReplacedError: another machine has changed the embedder."""
+        if documents and self._active_set() != self._embedded_with:
+            raise VectorsReplacedError(
+                "another machine has changed the embedder of this knowledge base; run the same command again"
+            )
         for run in _unique_runs(documents):
             self._put(run)
 
@@ -80,6 +95,19 @@ class Committer:
         row = (to_text(source.path), size, mtime_ns, content_hash, metadata)
         self._run(sql.PUT_SOURCE, self._kb, key, *row, self.revision)
 
+    def replace_vectors(self, made: VectorSetRecord, rows: Iterable[tuple[int, bytes]]) -> None:
+        """Make a vector set the active one.
+
+        Args:
+            rows: Id and vector of every chunk.
+        """
+        changed = ((vector, self.revision, self._kb, chunk_id) for chunk_id, vector in rows)
+        with self._connection.cursor() as cursor:
+            while batch := list(itertools.islice(changed, _REPLACED_TOGETHER)):
+                cursor.executemany(sql.REPLACE_VECTOR, batch)
+        ((manifest,),) = self._all(sql.SELECT_MANIFEST, self._kb)
+        self._run(sql.UPDATE_MANIFEST, with_published(manifest, made), self._kb)
+
     def finish(self) -> CommitReport:
         generation = self._generation if self._num_changes else None
         self._run(sql.INSERT_COMMIT, self._kb, self.revision, generation, uuid.uuid4().hex)
@@ -87,6 +115,11 @@ class Committer:
         self._run(sql.UPDATE_STATE, now, self.revision, self._kb)
         self._run(sql.NOTIFY, sql.channel_of(self._kb))
         return CommitReport(self._num_removed, tuple(self._unfinished))
+
+    def _active_set(self) -> int:
+        ((manifest,),) = self._all(sql.SELECT_MANIFEST, self._kb)
+        made = published(manifest)
+        return 0 if made is None else made.number
 
     def _put(self, documents: Sequence[StoredDocument]) -> None:
         keys = [key_of(document.document_id) for document in documents]

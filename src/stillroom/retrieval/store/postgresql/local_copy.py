@@ -22,8 +22,10 @@ from stillroom.retrieval.store.corpus_file import CorpusFile
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.database import Connection, KnowledgeBaseRow, ReplacedError
+from stillroom.retrieval.store.postgresql.published_vectors import published
 from stillroom.retrieval.store.postgresql.statements import from_text
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
+from stillroom.retrieval.store.vector_sets import adopt
 
 ORIGINALS = "originals"
 """Folder of the uploaded files that were opened on this machine, each below the hash of its name."""
@@ -109,6 +111,9 @@ def _apply(
         _, generation, revision = state
         if revision != known:
             _Copying(database, connection, (kb, known), folder).run(generation)
+            made = published(connection.execute(sql.SELECT_MANIFEST, (kb,)).fetchone()[0])
+            if made is not None:
+                adopt(database, made)
             commit = connection.execute(sql.SELECT_COMMIT, (kb, revision)).fetchone()
             database.execute("UPDATE copied SET revision = ?, commit_id = ?", (revision, commit[0] if commit else ""))
     return int(revision), revision != known

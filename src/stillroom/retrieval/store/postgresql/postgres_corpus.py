@@ -8,7 +8,6 @@ into the copy within a second (`follower.py`).
 import contextlib
 import logging
 import os
-import sqlite3
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +20,10 @@ from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
-from stillroom.errors import ConfigError, DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
+from stillroom.errors import DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus import CopyState
+from stillroom.retrieval.store.corpus_file import separate_connection
 from stillroom.retrieval.store.document_names import is_upload
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.committer import Committer, store_upload
@@ -33,6 +33,7 @@ from stillroom.retrieval.store.postgresql.follower import LOOK_EVERY_S, Follower
 from stillroom.retrieval.store.postgresql.local_copy import catch_up, original_folder
 from stillroom.retrieval.store.sql_rows import CommitReport, SourceUpdate, StoredDocument
 from stillroom.retrieval.store.sqlite_corpus import SqliteCorpus
+from stillroom.retrieval.store.vector_sets import SELECT_VALID_NEXT, VectorSets, complete_next
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class PostgresCorpus(SqliteCorpus):
         self._caught_up_at = clock.monotonic()
         self._shown = -1
         """Revision that the copy showed last."""
+        self._embedding_with: int | None = None
+        """Number of the vector set with whose model this machine embeds; None takes that of the copy."""
         self._follower = Follower(database, row.kb, self.catch_up, look_every_s)
 
     def follow(self) -> None:
@@ -158,7 +161,8 @@ class PostgresCorpus(SqliteCorpus):
         with self._noticing_removal(), self._database.transaction() as connection:
             for name, path in self._uploads(sources):
                 store_upload(connection, self._row.kb, name, path)
-            committer = Committer(connection, self._row.kb, self.corpus_id, self._embeddings)
+            made_by = VectorSets(self).active_number if self._embedding_with is None else self._embedding_with
+            committer = Committer(connection, self._row.kb, self.corpus_id, self._embeddings, made_by)
             committer.put(documents)
             committer.remove(removed)
             for update in sources:
@@ -167,12 +171,38 @@ class PostgresCorpus(SqliteCorpus):
         self._show(committer.revision)
         return report
 
-    def writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-        """Used by changes of the embedder only. Raises ConfigError."""
-        raise ConfigError(
-            "the embedder of a knowledge base in PostgreSQL cannot be changed in place; make a new one with the other "
-            "embedder and add the documents to it"
-        )
+    def switch_vectors(self, number: int) -> bool:
+        """As `VectorSets.switch`: replace every vector in the database by that of the next set of this machine.
+
+        Other commits wait. Copies follow as with any commit, and then have the same set.
+        """
+        self.refresh()
+        with self._noticing_removal(), self._database.transaction() as connection:
+            committer = Committer(connection, self._row.kb, self.corpus_id)
+            with separate_connection(self._path) as copy:
+                copy.execute("BEGIN")
+                made = complete_next(copy, number)
+                if committer.revision != self._shown + 1 or made is None:
+                    return False
+                committer.replace_vectors(made, copy.execute(SELECT_VALID_NEXT))
+            committer.finish()
+        self._show(committer.revision)
+        return True
+
+    def expect_vectors(self, number: int) -> None:
+        self._embedding_with = number
+
+    @contextlib.contextmanager
+    def changing_vectors(self) -> Iterator[None]:
+        with contextlib.closing(self._database.connect()) as connection:
+            with self._database.translating_errors():
+                is_alone = connection.execute(sql.LOCK_EMBEDDER, (self._row.kb,)).fetchone()[0]
+            if not is_alone:
+                raise KnowledgeBaseBusyError(
+                    f"another machine is embedding the documents of {self._database.address} again; wait until it has "
+                    "finished"
+                )
+            yield
 
     def catch_up(self, connection: Connection) -> None:
         """Bring the copy up to date; one cheap read if it is. Raises as `local_copy.catch_up`."""
