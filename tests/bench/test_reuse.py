@@ -18,7 +18,7 @@ from stillroom.planner.simulation.driving import Stepped, drive
 from stillroom_bench.experiments.reuse_engine import OurRuntime
 from stillroom_bench.experiments.reuse_figures import METRIC, PER_TOKEN, UNLOADED, Figures, LoadCell, sustained_rate
 from stillroom_bench.experiments.reuse_options import ARMS, DEFAULT_ARMS, LEAST_VECTORS, REUSE_RATIOS, ReuseOptions
-from stillroom_bench.experiments.reuse_rates import run_reuse
+from stillroom_bench.experiments.reuse_rates import _seconds_left, run_reuse
 from stillroom_bench.experiments.reuse_search import FaissSearch, Searched
 from stillroom_bench.experiments.reuse_worker import DRIVING, RUNTIMES, SEARCH, common_prefix, script
 from stillroom_bench.instrument.bench_report import to_markdown
@@ -164,6 +164,16 @@ def test_figures_equal_hand_computed_values() -> None:
     third = tables["time to first token"][2]
     assert (first["within 2 s"], first["goodput/s"], first["TPOT mean"]) == ("100%", 0.5, "150 ms")
     assert (third["arm"], third["within 2 s"], third["goodput/s"]) == ("off", "0%", 0.0)
+    assert (first["TPOT x off"], first["TPOT x lru"], second["TPOT x off"]) == ("", "1 [1, 1]", "1 [1, 1]")
+    assert figures.response_seconds("mmlu", 1) == pytest.approx({"off": 2.6, "lru": 1.6})
+
+
+def test_time_that_is_left_equals_a_hand_computed_value() -> None:
+    options = ReuseOptions(rates=(0.5, 2.0), num_requests=10, num_warm=4, repeat=2)
+    rates = 10 * ((2.0 + 2.0) + (1.0 + 0.5))  # off cannot serve 2x: it takes a second for each request
+    warm_up_and_one_by_one = (3 + 10) * 1.0 + (4 + 10) * 0.5
+
+    assert _seconds_left(options, {"off": 1.0, "tiers": 0.5}) == 2 * rates + warm_up_and_one_by_one
 
 
 def test_ratios_use_the_runs_that_both_arms_completed() -> None:

@@ -4,7 +4,7 @@ A cell is one arm at one rate. Its samples are the times to first token of singl
 the same requests in the same order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,8 @@ class LoadCell:
 class _Seen:
     runs: dict[int, list[float]] = field(default_factory=dict)
     """Seconds to the first token of each request, by repetition."""
-    response_seconds: list[float] = field(default_factory=list)
+    further: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds per token after the first of each request, by repetition; empty for answers of one token."""
     wall_seconds: float = 0.0
     """Seconds from the first due time to the last answer, summed over runs."""
     num_tokens: int = 0
@@ -61,7 +62,7 @@ class _Seen:
     @property
     def seconds(self) -> list[float]:
         """Seconds to the first token of all runs."""
-        return [one for run in self.runs.values() for one in run]
+        return _flat(self.runs)
 
     @property
     def mean(self) -> float:
@@ -70,11 +71,6 @@ class _Seen:
     def num_within(self, seconds: float) -> int:
         """Return the number of requests whose first token came within `seconds`."""
         return sum(one <= seconds for one in self.seconds)
-
-    def per_token(self, num_tokens: int) -> list[float]:
-        """Return the seconds per token after the first, by request."""
-        pairs = zip(self.seconds, self.response_seconds, strict=True)
-        return [(response - first) / (num_tokens - 1) for first, response in pairs]
 
 
 @dataclass(slots=True)
@@ -87,7 +83,8 @@ class Figures:
     """Tokens of each answer."""
     _seen: dict[LoadCell, _Seen] = field(default_factory=dict)
     _memory: list[dict[str, Any]] = field(default_factory=list)
-    _service: dict[tuple[str, int], float] = field(default_factory=dict)
+    _service: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
+    """Mean seconds of a complete answer of each arm, one after the other in the first run."""
 
     def add(self, cell: LoadCell, repetition: int, prompts: Sequence[Prompt], answer: Mapping[str, Any]) -> None:
         """Add one repetition of a cell.
@@ -98,17 +95,24 @@ class Figures:
         seen, cached = self._seen.setdefault(cell, _Seen()), answer["cached"]
         seen.wall_seconds += answer["wall_seconds"]
         seen.runs[repetition] = answer["seconds"]
-        seen.response_seconds += answer["response_seconds"]
+        if self.num_tokens > 1:
+            pairs = zip(answer["seconds"], answer["response_seconds"], strict=True)
+            seen.further[repetition] = [(response - first) / (self.num_tokens - 1) for first, response in pairs]
         seen.num_tokens += sum(len(part) for prompt in prompts for part in prompt)
         seen.num_cached = [before + sum(row[at] for row in cached) for at, before in enumerate(seen.num_cached)]
-        if cell.arm == OFF and cell.rate == UNLOADED:  # of the first run, because all runs have the same rates
-            self._service.setdefault((cell.curve, cell.k), 1 / float(np.mean(seen.response_seconds)))
+        if cell.rate == UNLOADED:  # of the first run, because all runs have the same rates
+            arms = self._service.setdefault((cell.curve, cell.k), {})
+            arms.setdefault(cell.arm, float(np.mean(answer["response_seconds"])))
 
     def add_memory(self, k: int, peaks: Mapping[str, int]) -> None:
         self._memory += [{"k": k, "arm": arm, "peak RSS MiB": peak / 2**20} for arm, peak in peaks.items()]
 
     def service_rate(self, curve: str, k: int) -> float:
         """Return the sequential throughput of `off` in requests per second."""
+        return 1 / self._service[curve, k][OFF]
+
+    def response_seconds(self, curve: str, k: int) -> Mapping[str, float]:
+        """Return the mean time of a complete answer of each arm, one after the other in the first run."""
         return self._service[curve, k]
 
     def is_asked(self, cell: LoadCell, slower: float | None, repetition: int) -> bool:
@@ -142,7 +146,7 @@ class Figures:
             seen = self._seen[cell]
             found.values[f"{cell.group}/{cell.arm}"] = metrics = {METRIC: seen.seconds}
             if self.num_tokens > 1:
-                metrics[PER_TOKEN] = seen.per_token(self.num_tokens)
+                metrics[PER_TOKEN] = _flat(seen.further)
         return found
 
     def _cells(self) -> list[LoadCell]:
@@ -169,9 +173,12 @@ class Figures:
         row[f"within {self._slo}"] = f"{num_within / len(seen.seconds):.0%}"
         row["goodput/s"] = num_within / seen.wall_seconds
         if self.num_tokens > 1:
-            further = summarise(seen.per_token(self.num_tokens))
+            further = summarise(_flat(seen.further))
             row |= {f"TPOT {name}": format_value(PER_TOKEN, getattr(further, name)) for name in ("mean", "p95")}
-        row |= {f"mean x {arm}": self._ratio(cell, arm) for arm in _REFERENCES if self._has(arm)}
+        references = [arm for arm in _REFERENCES if self._has(arm)]
+        row |= {f"mean x {arm}": self._ratio(cell, arm, lambda one: one.runs) for arm in references}
+        if self.num_tokens > 1:
+            row |= {f"TPOT x {arm}": self._ratio(cell, arm, lambda one: one.further) for arm in references}
         shares = zip(_TIERS, seen.num_cached, strict=True)
         return row | {f"{tier} hits": f"{count / seen.num_tokens:.1%}" for tier, count in shares}
 
@@ -182,9 +189,9 @@ class Figures:
     def _has(self, arm: str) -> bool:
         return any(cell.arm == arm for cell in self._seen)
 
-    def _ratio(self, cell: LoadCell, arm: str) -> str:
+    def _ratio(self, cell: LoadCell, arm: str, of: Callable[[_Seen], Mapping[int, list[float]]]) -> str:
         """Return the ratio over the repetitions that both arms completed; a peer may have ended early."""
-        own, other = self._seen[cell].runs, self._seen.get(cell.of(arm), _Seen()).runs
+        own, other = of(self._seen[cell]), of(self._seen.get(cell.of(arm), _Seen()))
         common = sorted(own.keys() & other.keys())
         if not common or cell.arm == arm:
             return ""
@@ -205,6 +212,10 @@ class Figures:
         shares = [(rate, share) for (rate, _), share in zip(points, late, strict=True)]
         row[f"{1 - _MISSES:.0%} within {self._slo}"] = _at_least(sustained_rate(shares, _MISSES), points)
         return row
+
+
+def _flat(runs: Mapping[int, list[float]]) -> list[float]:
+    return [one for run in runs.values() for one in run]
 
 
 def _at_least(rate: float, points: Sequence[tuple[float, float]]) -> str:

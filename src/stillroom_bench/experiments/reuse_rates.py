@@ -198,6 +198,8 @@ def _started(run: _ReuseRun, peers: Mapping[str, str], budget: Budget, work_dir:
                 workers.append(worker)
                 try:
                     run.say(f"{name} loaded in {worker.wait():.1f} s")
+                    if worker.version and (version := f"{name}: {worker.version}") not in run.notes:
+                        run.notes.append(version)
                 except UsageError as error:
                     _leave_out(run, workers, worker, error)
             yield workers
@@ -238,6 +240,24 @@ def _measure(run: _ReuseRun, workers: list[WorkerProcess], traffic: ReuseTraffic
                     answer = _ask(run, workers, worker, own, dues)
                     if answer is not None:
                         figures.add(cell, repetition, own, answer)
+            if repetition == number == 0:
+                seconds = _seconds_left(options, figures.response_seconds(traffic.curve, traffic.k))
+                run.say(f"{traffic.curve}, k={traffic.k}: about {seconds / 60:.1f} minutes for its rates")
+
+
+def _seconds_left(options: ReuseOptions, response_seconds: Mapping[str, float]) -> float:
+    """Return the time of all rates of all runs, and of the warm-ups of later runs.
+
+    An arm takes the time in which its requests arrive, or in which it answers them one after the other.
+
+    Args:
+        response_seconds: mean of each arm, one after the other.
+    """
+    num_warm = {name: _NUM_FIRST if name in _KEEPS_NOTHING else options.num_warm for name in response_seconds}
+    per_arrival = [response_seconds[OFF] / rate for rate in options.rates]
+    rates = sum(options.num_requests * max(one, own) for one in per_arrival for own in response_seconds.values())
+    first = sum((options.num_requests + num_warm[name]) * own for name, own in response_seconds.items())
+    return options.repeat * rates + (options.repeat - 1) * first
 
 
 def _warm(run: _ReuseRun, workers: list[WorkerProcess], prompts: Sequence[Prompt]) -> None:

@@ -49,6 +49,7 @@ class VllmReuse:
             skip_tokenizer_init=True,
             enable_prefix_caching=True,
         )
+        self.version = f"vLLM {vllm.__version__}"
         self.engine: Any = model.llm_engine
         num_tokens = settings["max_tokens"]
         self.parameters = vllm.SamplingParams(
@@ -92,6 +93,7 @@ class LlamaCppReuse:
     def __init__(self, name: str, folder: Path, settings: dict[str, Any], num_threads: int) -> None:
         runtimes = script(RUNTIMES)
         self.inner: Any = runtimes.LlamaCppRuntime(folder, "bfloat16", num_threads)
+        self.version = f"llama-cpp-python {self.inner.api.__version__}"
         self.num_tokens: int = settings["max_tokens"]
         self.queue: deque[tuple[int, list[int]]] = deque()
         self.kept: list[int] = []
@@ -177,11 +179,13 @@ def serve(name: str, folder: Path, num_threads: int, settings: dict[str, Any]) -
     peak_rss_bytes = script(RUNTIMES).peak_rss_bytes
     began, cores = time.perf_counter(), os.sched_getaffinity(0)
     runtime = PEERS.get(name, _ours)(name, folder, settings, num_threads)
+    version = getattr(runtime, "version", "")
     if settings["index"]:
         searches = script(SEARCH)
         search = searches.FaissSearch(settings["index"], settings["nprobe"], cores)
         runtime = searches.Searched(runtime, search)
-    print(json.dumps({"load_seconds": time.perf_counter() - began}), file=answers, flush=True)
+    loaded = {"load_seconds": time.perf_counter() - began, "version": version}
+    print(json.dumps(loaded), file=answers, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
         if question["is_first"]:

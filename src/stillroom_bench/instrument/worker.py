@@ -59,6 +59,8 @@ class WorkerProcess:
             | {"PYTHONSAFEPATH": "1"},  # or this folder's `statistics` would shadow the standard library's
         )
         self.peak_rss_bytes = 0
+        self.version = ""
+        """Of the runtime, if it said so when it had loaded."""
 
     def wait(self) -> float:
         """Wait until the process has loaded, and return its load time in seconds.
@@ -66,9 +68,10 @@ class WorkerProcess:
         Raises:
             UsageError: loading failed.
         """
-        seconds = float(self._answer()["load_seconds"])
+        loaded = self._answer()
         self._signal(signal.SIGSTOP)
-        return seconds
+        self.version = str(loaded.get("version", ""))
+        return float(loaded["load_seconds"])
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply; updates `peak_rss_bytes`.
