@@ -22,7 +22,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fingerprint(folder: Path, **changes: Any) -> bytes:
-    usual = {"version": "0.32.0", "hash": "abc", "format": "auto", "dtype": "bfloat16", "theta": 1.0, "layout": "LBHNC"}
+    usual: dict[str, Any] = {
+        "version": "0.32.0",
+        "hash": "abc",
+        "format": "auto",
+        "dtype": "bfloat16",
+        "theta": 1.0,
+        "layout": "LBHNC",
+    }
     found = usual | {"layers": {"one": torch.zeros(4, 2, 8, 6), "two": torch.zeros(4, 2, 8, 6)}} | changes
     vllm = SimpleNamespace(
         compute_hash=lambda: found["hash"],
