@@ -41,7 +41,7 @@ def run_support(options: SupportOptions, on_progress: Callable[[str], None] = la
     samples = Samples()
     rows: list[dict[str, Any]] = []
     kinds: list[dict[str, Any]] = []
-    arms: dict[str, Embed | None] = {WORDS: None, MEANING: embedder.embed_queries}
+    arms: dict[str, Embed | None] = {WORDS: None, MEANING: embedder.embed_sentences}
     for name, embed in arms.items():
         on_progress(f"{len(cases)} sentences by {name}")
         if embed is not None:
