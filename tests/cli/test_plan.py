@@ -62,9 +62,13 @@ def no_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_plan_for_an_index_that_cannot_be_split(run: Run, kb: Path) -> None:
-    found = run("plan", "--slo-ttft", "100s", "--rate", 2, "--kb", kb, *SMALL)
+    nodes = ("--nodes", 2, "--tier-speed", "1GiB")
+    found = run("plan", "--slo-ttft", "100s", "--rate", 2, "--kb", kb, *nodes, *SMALL)
 
     assert found.code == 0
+    assert "Machines with the planned memory each, behind a router, at 2/s" in found.out
+    rows = [line.split() for line in found.out.partition("Machines with")[2].splitlines() if line.strip()[:1] in "12"]
+    assert [row[0] for row in rows if row] == ["1", "2", "1", "2"], "without a tier, and with one"
     assert "Met: p95 of at most 1 min 40 s at 2/s" in found.out and "What to get next" in found.out
     assert "The index (flat) cannot be split, so the plan covers KV only." in found.out
     assert "Preparing: 4 chunks in 2 documents." in found.out and "100% of the chunks" in found.out
@@ -234,6 +238,8 @@ def test_plan_says_what_its_times_are_good_for(
         (("--slo-ttft", "1s", "--ram", "much"), "--ram much: not a size; give one such as"),
         (("--slo-ttft", "1s", "--disk", "-4"), "--disk -4: not a size; give one such as"),
         (("--rate", "1"), "--slo-ttft"),
+        (("--slo-ttft", "1s", "--tier-speed", "1GiB"), "give --nodes too"),
+        (("--slo-ttft", "1s", "--nodes", "2", "--tier-speed", "0"), "--tier-speed is 0; give more"),
         (("--slo-ttft", "1s", "--device-memory", "1KiB"), "runtime.kv_bytes"),
     ],
 )

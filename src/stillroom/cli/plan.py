@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stillroom.config.settings import StillroomConfig
     from stillroom.planner.forecast import Forecaster
     from stillroom.planner.inputs import PlanInputs
+    from stillroom.planner.nodes import NodesForecast
     from stillroom.planner.planner import Plan
     from stillroom.planner.splits import Budgets, Split
     from stillroom.retrieval.knowledge_base import KnowledgeBase
@@ -60,6 +61,7 @@ HELP = help_text(
         "stillroom plan -m MODEL --slo-ttft 300ms --questions asked.jsonl",
         "stillroom plan -m MODEL --slo-ttft 300ms --trace arrivals.csv --apply",
         "stillroom plan -m MODEL --slo-ttft 300ms --rate 4 --validate",
+        "stillroom plan -m MODEL --slo-ttft 300ms --rate 40 --nodes 8",
         "stillroom plan -m MODEL --slo-ttft 300ms --json | jq .chosen",
     ),
 )
@@ -122,6 +124,24 @@ def plan(  # noqa: PLR0913  one parameter per flag
         int | None,
         typer.Option("--answer-tokens", min=1, metavar="N", help="Tokens per answer; default: as logged, or 64."),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            min=1,
+            max=128,
+            metavar="N",
+            help="Also simulate 1, 2 and N machines with the planned memory each, behind a router (docs/cluster.md).",
+        ),
+    ] = None,
+    tier_speed: Annotated[
+        SizeOption,
+        typer.Option(
+            "--tier-speed",
+            metavar="SIZE",
+            help="With --nodes: also simulate them with a KV tier that they share, of so many bytes per second.",
+        ),
+    ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Write the plan to the settings file.")] = False,
     validate: Annotated[
         bool, typer.Option("--validate", help="Also run the workload in real time with the planned settings.")
@@ -134,6 +154,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
     target_seconds = as_seconds("--slo-ttft", slo_ttft)
     wanted = {"--device-memory": device, "--ram": ram, "--disk": disk}
     sizes = {flag: as_bytes(flag, text) for flag, text in wanted.items()}
+    tier_bytes = _tier_bytes(nodes, tier_speed)
     loaded = opening.load_settings(config, {"runtime.model": model})
     if loaded.engine.kind != "builtin":
         raise UsageError(f"engine.kind={loaded.engine.kind} manages its own KV; plan needs engine.kind=builtin")
@@ -141,7 +162,7 @@ def plan(  # noqa: PLR0913  one parameter per flag
         raise UsageError(_NO_KV)
     is_quiet = quiet or as_json
 
-    from stillroom.cli.plan_report import show
+    from stillroom.cli.plan_report import show, show_nodes
     from stillroom.core.clock import SystemClock
     from stillroom.planner.accuracy import accuracy_file, load_accuracy
     from stillroom.planner.choice import Target
@@ -166,10 +187,12 @@ def plan(  # noqa: PLR0913  one parameter per flag
     budgets, now = _budgets(sizes, loaded, forecaster)
     with counting("simulating", is_shown=not is_quiet) as on_progress:
         found = make_plan(forecaster, budgets, Target(target_seconds, percentile), now, on_progress)
+    on_nodes = _on_nodes(forecaster, found, nodes, tier_bytes, is_quiet=is_quiet)
     known = None if inputs.profile_path is None else load_accuracy(accuracy_file(inputs.profile_path))
-    payload = plan_as_json(found, inputs, known)
+    payload = plan_as_json(found, inputs, known, on_nodes)
     if not as_json:
         show(found, inputs, asked, tokens, known)
+        show_nodes(on_nodes, found)
     if validate:
         payload["validation"] = _validate(kb, config, model, found, forecaster, tokens, as_json=as_json)
     if apply:
@@ -195,6 +218,28 @@ def _with_overheads(kb: "KnowledgeBase", config: "StillroomConfig", inputs: "Pla
     with closing(Stillroom(kb, quiet, Metrics(), clock)) as stillroom:
         stillroom.records.stop()
         return with_overheads(inputs, observe(stillroom, kb, inputs.texts, inputs.workload.warm, clock))
+
+
+def _tier_bytes(nodes: int | None, tier_speed: str | None) -> int | None:
+    if tier_speed is None:
+        return None
+    if nodes is None:
+        raise UsageError("--tier-speed is that of a tier which several machines share; give --nodes too")
+    if not (found := as_bytes("--tier-speed", tier_speed)):
+        raise UsageError("--tier-speed is 0; give more, or leave it out for machines without a shared tier")
+    return found
+
+
+def _on_nodes(
+    forecaster: "Forecaster", found: "Plan", nodes: int | None, tier_bytes: int | None, *, is_quiet: bool
+) -> "list[NodesForecast]":
+    """Simulate several machines with the planned memory."""
+    if nodes is None:
+        return []
+    from stillroom.planner.nodes import forecast_nodes
+
+    with counting("simulating machines", is_shown=not is_quiet) as on_progress:
+        return forecast_nodes(forecaster, found.chosen.split, found.target, nodes, tier_bytes, on_progress)
 
 
 def _budgets(

@@ -9,10 +9,13 @@ from stillroom.cli.console import count, duration, line, size
 from stillroom.cli.preparing_report import show_preparing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stillroom.planner.accuracy import Accuracy
     from stillroom.planner.choice import Option
     from stillroom.planner.forecast import Forecast
     from stillroom.planner.inputs import PlanInputs
+    from stillroom.planner.nodes import NodesForecast
     from stillroom.planner.planner import Plan
     from stillroom.planner.validation import Measured
     from stillroom.planner.what_if import Effect
@@ -190,6 +193,32 @@ def _show_effect(effect: "Effect", plan: "Plan") -> None:
     found = effect.forecast.percentile(plan.target.percent)
     change = found / plan.chosen.forecast.percentile(plan.target.percent) - 1
     line(f"{effect.name:<{_WIDTH}}  {duration(found):>8}  {change:+7.1%}{remark}")
+
+
+def show_nodes(nodes: "Sequence[NodesForecast]", plan: "Plan") -> None:
+    """Print the forecasts for several machines."""
+    if not nodes:
+        return
+    name = f"p{plan.target.percent:g}"
+    line()
+    line(
+        f"Machines with the planned memory each, behind a router, at {plan.rate:g}/s; sustained: the rate up to which "
+        f"{name} is at most {duration(plan.target.seconds)}."
+    )
+    head = ("machines", "p50", "p95", "p99", "KV kept", "busiest", "sustained")
+    line("".join(f"{cell:>11}" for cell in head))
+    for one in nodes:
+        if one.has_tier and one.num_nodes == 1:
+            line("With a KV tier that they share in place of their disks:")
+        times = [duration(one.percentile(percent)) for percent in _PERCENTILES]
+        rate = f"{'>= ' if one.sustains_more else ''}{one.sustained_rate:.3g}/s"
+        cells = (f"{one.num_nodes:,}", *times, f"{one.kept_share:.0%}", f"{one.busiest:.2f}x", rate)
+        line("".join(f"{cell:>11}" for cell in cells))
+    line(
+        "KV kept: of the prompt tokens. Busiest: requests of the machine that got most, divided by the mean. Here "
+        "search and engine have cores of their own, also with one machine, and the network takes no time: engines "
+        "that share the cores of one machine gain less."
+    )
 
 
 def show_validation(predicted: "Forecast", measured: "Measured") -> None:

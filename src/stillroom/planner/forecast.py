@@ -263,6 +263,15 @@ class Forecaster:
             hits.append(cache.num_hits > before)
         return np.array(hits[len(inputs.workload.warm) :])
 
+    def policy(self, split: Split) -> EnginePolicy:
+        """Return the policy of an engine with this much memory."""
+        return self._policy(split, _PLAIN)[0]
+
+    def search_seconds(self, split: Split) -> NDArray[np.float64]:
+        """Return each asked question's search time alone, with the overhead of a request: [n]."""
+        seconds: NDArray[np.float64] = self._search_seconds(split, _PLAIN).sum(axis=1)
+        return seconds
+
     def _search_seconds(self, split: Split, variation: Variation) -> NDArray[np.float64]:
         """Return each asked question's search times, without waiting: before, in and after the dense index,
         with the overhead of a request: [n, 3]."""

@@ -1,6 +1,7 @@
 """Converts a plan to plain JSON values."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,16 +9,20 @@ from stillroom.planner.accuracy import Accuracy
 from stillroom.planner.choice import Option
 from stillroom.planner.constraints import Shortfall, Sufficient
 from stillroom.planner.inputs import PlanInputs
+from stillroom.planner.nodes import NodesForecast
 from stillroom.planner.planner import Plan
 from stillroom.planner.what_if import Effect
 from stillroom.retrieval.tiers.search_model import ScanModel, worst_error_of_line
 
 
-def plan_as_json(plan: Plan, inputs: PlanInputs, accuracy: Accuracy | None = None) -> dict[str, Any]:
+def plan_as_json(
+    plan: Plan, inputs: PlanInputs, accuracy: Accuracy | None = None, nodes: Sequence[NodesForecast] = ()
+) -> dict[str, Any]:
     """Return the JSON that docs/planning.md describes.
 
     Args:
         accuracy: of an earlier validation on this machine; None: there was none, so the times only order choices.
+        nodes: of `--nodes`.
     """
     workload = inputs.workload
     return {
@@ -49,6 +54,7 @@ def plan_as_json(plan: Plan, inputs: PlanInputs, accuracy: Accuracy | None = Non
         "sensitivity": [_effect(effect) for effect in plan.sensitivity],
         "purchases": [_effect(effect) for effect in plan.purchases],
         "preparing": plan.preparing.as_json(),
+        "nodes": [one.as_json() for one in nodes],
     }
 
 

@@ -13,13 +13,12 @@ from stillroom.planner.constraints import Shortfall, Sufficient, smallest_hit_ra
 from stillroom.planner.forecast import Forecast, Forecaster, Variation
 from stillroom.planner.preparing import NUM_SIMULATIONS, PreparingPlan, plan_preparing
 from stillroom.planner.splits import Budgets, Split, candidate_splits
+from stillroom.planner.sustained import MOST_RATE, sustained
 from stillroom.planner.what_if import Effect, purchases, sensitivity
 from stillroom.retrieval.tiers.hit_rates import HitRates
 from stillroom.retrieval.tiers.search_model import hits_of
 from stillroom.retrieval.tiers.search_profile import rate_at
 
-_MOST_RATE = 64.0
-"""Highest factor on the request rate that is tried."""
 _NO_WAIT = Variation(rate=math.inf)
 """All questions arrive at time 0: gives the throughput of search and model."""
 
@@ -96,8 +95,13 @@ def make_plan(
     rate = forecaster.inputs.workload.rate
     throughput = forecaster.forecast(chosen.split, _NO_WAIT).requests_per_second
     is_met = target.is_met(chosen.forecast) and rate <= throughput
-    most = min(_MOST_RATE, throughput / rate)
-    times = _sustained(forecaster, chosen.split, target, most, progress) if target.is_met(alone) else 0.0
+    most = min(MOST_RATE, throughput / rate)
+
+    def meets(times: float) -> bool:
+        progress.step()
+        return target.is_met(forecaster.forecast(chosen.split, Variation(rate=times)))
+
+    times = sustained(meets, most) if target.is_met(alone) else 0.0
     plan = Plan(
         target,
         rate,
@@ -106,7 +110,7 @@ def make_plan(
         _current(forecaster, current),
         throughput,
         times * rate,
-        times == _MOST_RATE,
+        times == MOST_RATE,
         None if is_met else binding_constraint(alone, target),
         sufficient_hit_rate(forecaster, chosen, target),
         _hits(forecaster, chosen.split),
@@ -147,23 +151,6 @@ def _current(forecaster: Forecaster, current: Split | None) -> Option | None:
         return None if current is None else Option(current, forecaster.forecast(current))
     except PromptTooLongError:
         return None
-
-
-def _sustained(forecaster: Forecaster, split: Split, target: Target, most: float, progress: _PlanProgress) -> float:
-    """Return the highest factor on the rate, up to `most`, that meets the target; by bisection, to 5 %."""
-
-    def meets(times: float) -> bool:
-        progress.step()
-        return target.is_met(forecaster.forecast(split, Variation(rate=times)))
-
-    low, high = 0.0, min(1.0, most)
-    least = high / _MOST_RATE
-    while low < most and meets(high):
-        low, high = high, min(2 * high, most)
-    while high - low > 0.05 * high and high > least:
-        middle = (low + high) / 2
-        low, high = (middle, high) if meets(middle) else (low, middle)
-    return low
 
 
 def _hits(forecaster: Forecaster, split: Split) -> HitRates | None:

@@ -51,6 +51,19 @@ def test_cores_of_their_own_change_nothing() -> None:
     assert station.found[0][0] == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("due", [4e4, 3e6, 1e9])
+def test_searches_and_steps_end_late_in_a_long_workload_too(due: float) -> None:
+    """There the clock's next number is further than a tiny rest of a search, which once was waited for without end."""
+    thirds = [1 / 3, 0.0023141926, 1 / 7]
+    queries = [Query(due + number / 9, 0.001 / (3 + number), 0.0007) for number in range(3)]
+    station = SearchStation(queries, each(thirds), cores=BESIDE)
+
+    station.idle_until_found()
+    station.beside(station.now, 0.1 / 3)
+    station.idle_until(due + 9.0)
+    assert len(station.found) == 3
+
+
 def in_small_steps(
     queries: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]], cores: SharedCores
 ) -> tuple[list[float], list[float]]:

@@ -6,6 +6,7 @@ together. Embedding a question, and what follows its search, need no server.
 """
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class SearchStation:
         if not self._running and self._next(1.0) >= now + seconds:  # no search, the usual case
             self.now = now + seconds
             return seconds
-        while seconds > _TINY:
+        while seconds > self._tiny:
             rate = self._step_rate if self._running else 1.0
             end = min(self.now + seconds / rate, self._next(self._search_rate))
             seconds -= (end - self.now) * rate
@@ -98,6 +99,11 @@ class SearchStation:
         """Return the moment of the next change if the engine computes nothing; infinite if there is none."""
         return self._next(1.0)
 
+    @property
+    def _tiny(self) -> float:
+        """Seconds that count as none: late in a long workload, adding less would not change the time."""
+        return max(_TINY, 2 * math.ulp(self.now))
+
     def _next(self, rate: float) -> float:
         due = self._dues[0][0] if self._dues else float("inf")
         end = self.now + (self._running[0][0] - self._work) / rate if self._running else float("inf")
@@ -110,7 +116,7 @@ class SearchStation:
         self.now = moment
         while self._dues and self._dues[0][0] <= moment:
             self._begin(heapq.heappop(self._dues)[2])
-        while self._running and self._running[0][0] <= self._work + _TINY:
+        while self._running and self._running[0][0] <= self._work + self._tiny:
             _, phase, number = heapq.heappop(self._running)
             self._end(phase, number)
 
