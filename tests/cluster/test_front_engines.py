@@ -15,6 +15,7 @@ from stillroom.cluster.wire_state import EngineInfo, EngineState
 from stillroom.core.ids import ChunkId
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import Segment, SegmentedPrompt, SegmentKind
+from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
 from stillroom.errors import EngineUnavailableError
 from stillroom.kvcache.tree.cost_model import linear_profile
 from stillroom.kvcache.tree.pieces import PrefixKeys
@@ -273,6 +274,33 @@ def test_counts_compare_prediction_and_reality() -> None:
     counts = found.counts[A]
     assert counts.num_predicted == 1 and counts.first_token_seconds == 3.0
     assert counts.predicted_seconds == sent.predicted_seconds == pytest.approx(2.05)
+
+
+def test_counts_tell_what_of_the_prompts_an_engine_had_kept() -> None:
+    found = engines(A)
+    reports = [
+        None,
+        PromptReuse((SegmentReuse(SegmentKind.SYSTEM, None, 3, Tier.HOST, Reason.HIT),), 0.0, 0.0),
+        PromptReuse((SegmentReuse(SegmentKind.CHUNK, ChunkId(1), 100, None, Reason.NEVER_SEEN),), 0.0, 0.0),
+    ]
+    for report in reports:
+        found.on_first_token(found.send(prompt(), "", 1.0), 2.0, report)
+    assert (found.counts[A].num_prompt_tokens, found.counts[A].num_reused_tokens) == (103, 3)
+
+
+def test_starts_of_an_engine_count_once_each_and_last_reports_are_there_while_it_may_get_requests() -> None:
+    found = engines(A)
+    assert found.counts[A].num_runs == 1 and found.states == {A: state()}
+    found.on_lost(A, "no connection")
+    assert found.states == {}
+    found.on_info(A, INFO, 1.0)
+    found.on_state(A, state(), 1.0)
+    assert found.counts[A].num_runs == 1, "the same start is back"
+    assert not found.on_state(A, state(run="second"), 2.0)
+    found.on_info(A, replace(INFO, run="second"), 2.0)
+    assert found.counts[A].num_runs == 2 and found.states == {}, "it has not reported yet"
+    found.on_state(A, state(run="second", num_outstanding=4), 2.5)
+    assert found.states[A].num_outstanding == 4
 
 
 def test_totals_are_sums_of_engines_that_take_requests() -> None:

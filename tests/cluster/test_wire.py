@@ -174,6 +174,7 @@ STATES = st.builds(
     num_running=COUNTS,
     num_blocks=COUNTS,
     num_free_blocks=COUNTS,
+    kept_bytes=st.dictionaries(st.sampled_from(Tier), COUNTS),
     is_draining=st.booleans(),
 )
 
@@ -283,7 +284,9 @@ LINE = (
     ),
     WireEvent(sample=0, end=FinishReason.ABORTED, failure=Failure("usage", "no")),
 )
-STATE = EngineState(run="r", sequence=1, changes={bytes(32): None, bytes(31) + b"x": Tier.DISK})
+STATE = EngineState(
+    run="r", sequence=1, changes={bytes(32): None, bytes(31) + b"x": Tier.DISK}, kept_bytes={Tier.HOST: 9}
+)
 MESSAGES: list[tuple[Any, Callable[[Any], object]]] = [
     (REQUEST.to_json(), AnswerRequest.from_json),
     (events_to_json(LINE), events_from_json),
@@ -328,7 +331,7 @@ def test_bytes_that_are_no_json_are_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("wire",), 2, "version 2 of the engine's protocol, and this side version 1"),
+        (("wire",), 1, "version 1 of the engine's protocol, and this side version 2"),
         (("segments",), [], "the request.segments has 0 entries"),
         (("segments", 0, 2), [], r"the request.segments\[0\]\[2\] is empty"),
         (("segments", 0, 1), "7", r"segments\[0\]\[1\] is '7'; it must be a chunk id"),

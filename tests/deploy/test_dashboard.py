@@ -14,7 +14,10 @@ from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 from stillroom.telemetry.catalogue import SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "stillroom.json"
+DASHBOARDS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+}
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 
 LABELS = {
@@ -27,15 +30,23 @@ LABELS = {
 """Labels of each series."""
 
 
-def panels() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+def panels(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = DASHBOARDS[name]["panels"]
     return found
 
 
+def variables(name: str) -> list[str]:
+    """Return the queries of a dashboard's variables, which name one series each."""
+    queries = [one["query"]["query"] for one in DASHBOARDS[name]["templating"]["list"] if one["type"] == "query"]
+    return [re.sub(r"^label_values\((\w+), job\)$", r"\1", query) for query in queries]
+
+
 def queries() -> Iterator[str]:
-    for panel in panels():
-        for target in panel.get("targets", ()):
-            yield target["expr"].replace("$__rate_interval", "1m")
+    for name in DASHBOARDS:
+        yield from variables(name)
+        for panel in panels(name):
+            for target in panel.get("targets", ()):
+                yield target["expr"].replace("$__rate_interval", "1m")
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:
         for rule in group["rules"]:
             yield rule["expr"]
@@ -51,7 +62,7 @@ def selectors(query: str) -> list[tuple[str, set[str]]]:
 
 
 def test_queries_of_dashboard_alerts_and_page_are_collected() -> None:
-    assert len(list(queries())) > 35
+    assert list(DASHBOARDS) == ["cluster", "stillroom"] and len(list(queries())) > 50
 
 
 @pytest.mark.parametrize("query", sorted(set(queries())))
@@ -68,29 +79,38 @@ def test_query_is_valid_and_names_existing_series_and_labels(query: str) -> None
         assert {label.strip() for label in grouped.split(",")} <= known, grouped
 
 
-def test_dashboard_is_valid_for_grafana() -> None:
-    raw = json.loads(DASHBOARD.read_text())
+@pytest.mark.parametrize(("name", "uid"), [("stillroom", "stillroom-overview"), ("cluster", "stillroom-cluster")])
+def test_dashboard_is_valid_for_grafana(name: str, uid: str) -> None:
+    raw = DASHBOARDS[name]
     dashboard = Dashboard.from_json(raw)
 
-    assert dashboard.uid == "stillroom-overview" and dashboard.schema_version >= 39
+    assert dashboard.uid == uid and dashboard.schema_version >= 39
     written = json.loads(json.dumps(dashboard.to_json(), default=lambda value: value.to_json()))
     assert {key for key, value in raw.items() if value} <= set(written), "a field that Grafana does not know"
     assert all(isinstance(panel, Panel) or panel.type_val == "row" for panel in dashboard.panels or ())
 
 
-def test_panels_have_distinct_ids_and_do_not_overlap() -> None:
-    ids = [panel["id"] for panel in panels()]
+def test_metrics_of_engines_are_on_the_dashboard_of_the_cluster() -> None:
+    shown = json.dumps(DASHBOARDS["cluster"])
+    engines = {spec.name for spec in SPECS if "engine" in spec.labels}
+    assert len(engines) > 10 and {name for name in engines if name not in shown} == set()
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_have_distinct_ids_and_do_not_overlap(name: str) -> None:
+    ids = [panel["id"] for panel in panels(name)]
     assert len(set(ids)) == len(ids)
     cells: set[tuple[int, int]] = set()
-    for panel in panels():
+    for panel in panels(name):
         at = panel["gridPos"]
         own = {(at["x"] + dx, at["y"] + dy) for dx in range(at["w"]) for dy in range(at["h"])}
         assert not own & cells and at["x"] + at["w"] <= 24, panel["title"]
         cells |= own
 
 
-def test_every_panel_uses_the_chosen_source_and_has_a_description() -> None:
-    for panel in panels():
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_panel_uses_the_chosen_source_and_has_a_description(name: str) -> None:
+    for panel in panels(name):
         if panel["type"] == "row":
             continue
         assert panel["title"] and panel["description"]

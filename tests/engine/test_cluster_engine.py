@@ -11,11 +11,14 @@ import pytest
 
 from stillroom.cluster.directory import EngineDirectory
 from stillroom.cluster.front_engines import engine_name
-from stillroom.cluster.wire import Failure, WireEvent
+from stillroom.cluster.wire import Failure, FirstToken, WireEvent
 from stillroom.config.engine_address import parse_engine_addresses
 from stillroom.core.clock import SystemClock
 from stillroom.core.ids import RequestId
+from stillroom.core.kv import Tier
+from stillroom.core.prompt import SegmentKind
 from stillroom.core.request import FinishReason, SampleRequest, SamplingParams
+from stillroom.core.reuse import PromptReuse, Reason, SegmentReuse
 from stillroom.engine import cluster_client, cluster_engine
 from stillroom.engine.cluster_client import ClusterClient
 from stillroom.engine.cluster_engine import ClusterEngine, Patience
@@ -128,6 +131,19 @@ def test_answer_of_one_stream() -> None:
     assert asked.prompt == prompt() and (asked.tenant, asked.salt, asked.grammar) == ("anna", "s", "g")
     assert asked.may_place and not asked.only_own_chunks
     assert set(chosen.secrets) == {f"Bearer {SECRET}"}
+
+
+def test_front_counts_what_its_engine_had_kept_of_a_prompt() -> None:
+    kept = PromptReuse((SegmentReuse(SegmentKind.SYSTEM, None, 7, Tier.HOST, Reason.HIT),), 0.0, 0.0)
+    first = FirstToken(0.0, 0.0, 0.1, kept)
+    answer = (
+        STREAM + line(WireEvent(sample=0, tokens=(3,), first=first)) + line(WireEvent(sample=0, end=FinishReason.STOP))
+    )
+    with talking(answer, number=1) as fixture:
+        fixture.ask()
+        (counts,) = fixture.engine.counts.values()
+        assert list(fixture.engine.states) == [fixture.engines[0].url]
+    assert (counts.num_prompt_tokens, counts.num_reused_tokens, counts.num_runs) == (7, 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +387,7 @@ def test_front_waits_for_an_engine_of_its_model_that_replies_later(monkeypatch: 
     [
         (refusal(401), "STILLROOM_CLUSTER__SECRET"),
         (refusal(404), "HTTP 404"),
-        (reply(200, {"wire": 2}), "version 2"),
+        (reply(200, {"wire": 1}), "version 1"),
     ],
 )
 def test_engines_that_never_fit_are_told_at_the_start(info: bytes, told: str) -> None:

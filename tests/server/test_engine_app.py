@@ -189,7 +189,7 @@ def changed(**fields: Any) -> dict[str, Any]:
         (b"", 400, "invalid_value", "the request is not JSON"),
         (b"\xff\xfe", 400, "invalid_value", "the request is not JSON"),
         (b"[" * 200_000, 400, "invalid_value", "the request is not JSON"),
-        (b'{"wire": 1, "wire": NaN}', 400, "invalid_value", "NaN is not a number"),
+        (b'{"wire": 2, "wire": NaN}', 400, "invalid_value", "NaN is not a number"),
         ([], 400, "invalid_value", "the request is []; it must be an object"),
         (changed(wire=2), 400, "invalid_value", "version 2 of the engine's protocol"),
         (changed(colour="red"), 400, "invalid_value", "unknown field 'colour'"),
@@ -273,6 +273,7 @@ def test_reports_tell_exactly_what_the_tree_holds(served: Served, client: Engine
     assert client.state("another", first.sequence).is_all
     assert client.state(first.run, second.sequence).changes == {}
     assert (second.num_waiting, second.num_running, second.num_outstanding, second.is_draining) == (0, 0, 0, False)
+    assert 0 < first.kept_bytes[Tier.DEVICE] < second.kept_bytes[Tier.DEVICE] == tree.num_bytes(Tier.DEVICE)
 
 
 @pytest.mark.parametrize("num_waiting", [3, 70])

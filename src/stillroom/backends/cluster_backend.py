@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stillroom.backends.base import Load, PreparedPrompt
-from stillroom.backends.engine_readings import engine_readings
+from stillroom.backends.engine_readings import cluster_readings, engine_readings
 from stillroom.backends.prompt_builder import PromptBuilder, format_for
 from stillroom.backends.token_backend import TokenBackend
 from stillroom.backends.tool_chat import call_format
@@ -109,9 +109,7 @@ class ClusterBackend(TokenBackend):
         counts = self.engine.counts
         return {
             **engine_readings(counts, self.engine.alive),
-            catalogue.ENGINE_LOSSES: {address: one.num_losses for address, one in counts.items()},
-            catalogue.ENGINE_PREDICTED: {address: one.predicted_seconds for address, one in counts.items()},
-            catalogue.ENGINE_FIRST_TOKEN: {address: one.first_token_seconds for address, one in counts.items()},
+            **cluster_readings(counts, self.engine.states),
             catalogue.MIGRATIONS: self.engine.num_moved,
         }
 

@@ -17,6 +17,7 @@ from stillroom.cluster.routers import MAX_AGE_SECONDS, CostRouter, LeastLoaded, 
 from stillroom.cluster.wire_state import EngineInfo, EngineState
 from stillroom.core.kv import Tier
 from stillroom.core.prompt import SegmentedPrompt
+from stillroom.core.reuse import PromptReuse
 from stillroom.errors import EngineRefusedError, EngineUnavailableError
 from stillroom.kvcache.tree.pieces import PrefixKeys
 
@@ -68,6 +69,12 @@ class EngineCounts:
     """Requests that the engine did not take: it was full, or could not be reached."""
     num_losses: int = 0
     """Times that the engine was lost, or missed a report."""
+    num_runs: int = 0
+    """Starts of the engine that were used, the first one included."""
+    num_prompt_tokens: int = 0
+    """Of prompts whose reuse the engine has reported."""
+    num_reused_tokens: int = 0
+    """Of these, those whose KV was not computed."""
     num_predicted: int = 0
     """First tokens with a prediction."""
     predicted_seconds: float = 0.0
@@ -80,6 +87,8 @@ class _Engine:
     epoch: int = 0
     info: EngineInfo | None = None
     """None while it is lost or refused."""
+    run: str = ""
+    """Of its last information."""
     sequence: int = 0
     state: EngineState | None = None
     is_paused: bool = False
@@ -156,6 +165,8 @@ class FrontEngines:
             self._use_model(info)
         self._num_epochs += 1
         engine.epoch, engine.info, engine.sequence, engine.state = self._num_epochs, info, 0, None
+        engine.counts.num_runs += info.run != engine.run
+        engine.run = info.run
         engine.is_misfit = False
         engine.open.clear()
         self._beliefs.add_engine(address, now)
@@ -291,11 +302,14 @@ class FrontEngines:
             0 if prediction is None else prediction.num_reused_tokens,
         )
 
-    def on_first_token(self, sent: Sent, now: float) -> None:
-        """Note the first token of a stream."""
+    def on_first_token(self, sent: Sent, now: float, reuse: PromptReuse | None = None) -> None:
+        """Note the first token of a stream, and what the engine reports of the prompt's KV."""
         engine = self._engines.get(sent.engine)
         if engine is None:
             return
+        if reuse is not None:
+            engine.counts.num_prompt_tokens += sum(segment.num_tokens for segment in reuse.segments)
+            engine.counts.num_reused_tokens += reuse.num_cached_tokens
         if sent.predicted_seconds is not None:
             engine.counts.num_predicted += 1
             engine.counts.predicted_seconds += sent.predicted_seconds
@@ -368,6 +382,12 @@ class FrontEngines:
         return {address: one.counts for address, one in list(self._engines.items())}
 
     @property
+    def states(self) -> dict[str, EngineState]:
+        """The last report of each engine that may get requests."""
+        engines = list(self._engines.items())
+        return {address: one.state for address, one in engines if one.state is not None and not one.problem}
+
+    @property
     def totals(self) -> Totals:
         """Read for every token of every answer."""
         found = self._totals  # another thread may reset it
@@ -376,7 +396,7 @@ class FrontEngines:
         return found
 
     def _sum_of_states(self) -> Totals:
-        states = [one.state for one in list(self._engines.values()) if one.state is not None and not one.problem]
+        states = self.states.values()
         return Totals(
             num_waiting=sum(one.num_waiting for one in states),
             num_running=sum(one.num_running for one in states),

@@ -57,7 +57,7 @@ from stillroom.errors import (
     WireError,
 )
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 PREFIX = "/engine/v1"
 """Of the engine's paths: `info`, `answers`, `state`, `drain`."""
 MEDIA_TYPE = "application/x-ndjson"

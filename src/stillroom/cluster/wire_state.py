@@ -9,6 +9,8 @@ from stillroom.cluster.prediction import EngineCosts
 from stillroom.cluster.wire import WIRE_VERSION, check_version
 from stillroom.cluster.wire_reading import (
     Fields,
+    Reader,
+    T,
     count,
     flag,
     hexadecimal,
@@ -133,6 +135,8 @@ class EngineState:
     num_running: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    kept_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    """Of kept KV, by tier; a tier without KV may be absent."""
     is_draining: bool = False
     """Whether the engine takes no new requests."""
 
@@ -153,6 +157,7 @@ class EngineState:
             "running": self.num_running,
             "blocks": self.num_blocks,
             "free_blocks": self.num_free_blocks,
+            "kept_bytes": {tier.label: num_bytes for tier, num_bytes in self.kept_bytes.items()},
             "draining": self.is_draining,
         }
 
@@ -172,6 +177,7 @@ class EngineState:
             num_running=found.read("running", count),
             num_blocks=found.read("blocks", count),
             num_free_blocks=found.read("free_blocks", count),
+            kept_bytes=found.read("kept_bytes", _by_tier(count)),
             is_draining=found.read("draining", flag),
         )
         found.close()
@@ -217,7 +223,7 @@ def _costs_to_json(costs: EngineCosts) -> dict[str, Any]:
 def _read_costs(value: Any, where: str) -> EngineCosts:
     found = Fields(value, where)
     grids = found.read("cached", items(count)), found.read("new", items(count))
-    values, links = found.read("seconds", items(items(number))), found.read("links", _read_links)
+    values, links = found.read("seconds", items(items(number))), found.read("links", _by_tier(_read_link))
     try:
         profile = CostProfile(*grids, values, links)
     except AssertionError:
@@ -234,10 +240,15 @@ def _read_costs(value: Any, where: str) -> EngineCosts:
     return costs
 
 
-def _read_links(value: Any, where: str) -> dict[Tier, Link]:
-    if type(value) is not dict:
-        raise WireError(f"{where} is {shown(value)}; it must be an object")
-    return {tier_of(label, where): _read_link(link, f"{where}.{label}") for label, link in value.items()}
+def _by_tier(read: Reader[T]) -> Reader[dict[Tier, T]]:
+    """Return a reader of an object with a value for each tier."""
+
+    def read_object(value: Any, where: str) -> dict[Tier, T]:
+        if type(value) is not dict:
+            raise WireError(f"{where} is {shown(value)}; it must be an object")
+        return {tier_of(label, where): read(one, f"{where}.{label}") for label, one in value.items()}
+
+    return read_object
 
 
 def _read_link(value: Any, where: str) -> Link:

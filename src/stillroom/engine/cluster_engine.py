@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from stillroom.cluster.directory import EngineDirectory
 from stillroom.cluster.front_engines import EngineCounts, Expected, FrontEngines, Sent, Totals, engine_name
 from stillroom.cluster.wire import AnswerRequest
-from stillroom.cluster.wire_state import EngineInfo
+from stillroom.cluster.wire_state import EngineInfo, EngineState
 from stillroom.core.clock import Clock
 from stillroom.core.ids import RequestId
 from stillroom.core.prompt import SegmentedPrompt
@@ -123,6 +123,11 @@ class ClusterEngine:
     @property
     def counts(self) -> dict[str, EngineCounts]:
         return self._engines.counts
+
+    @property
+    def states(self) -> dict[str, EngineState]:
+        """The last report of each engine that may get requests, by address."""
+        return self._engines.states
 
     @property
     def alive(self) -> dict[str, bool]:
@@ -296,7 +301,8 @@ class ClusterEngine:
                     if not has_begun:
                         has_begun, request.refusal, request.waits_since = True, None, None
                         self._note_begun(request)
-                        self._engines.on_first_token(sent, self._now())
+                        reuse = next((one.first.reuse for one in events if one.first is not None), None)
+                        self._engines.on_first_token(sent, self._now(), reuse)
                     self._deliver(request, forwarding.take(events, self._now()))
                     if forwarding.is_ended:
                         return

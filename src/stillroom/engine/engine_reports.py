@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import Future
 
 from stillroom.cluster.wire_state import EngineState
+from stillroom.core.kv import Tier
 from stillroom.engine.async_engine import AsyncEngine
 from stillroom.engine.engine import Engine
 from stillroom.kvcache.held_names import HeldChanges, HeldNames
@@ -28,6 +29,7 @@ class EngineReports:
         self._engine = engine
         self._held: HeldNames | None = None
         self._queue_seconds = 0.0
+        self._kept_bytes: dict[Tier, int] = {}
         self._lock = threading.Lock()
         self._asked: Future[None] | None = None
         """Completed by the next reading; None: none is asked for."""
@@ -63,6 +65,7 @@ class EngineReports:
             num_running=engine.num_running,
             num_blocks=engine.num_blocks,
             num_free_blocks=engine.num_free_blocks,
+            kept_bytes=self._kept_bytes,
             is_draining=is_draining,
         )
 
@@ -83,6 +86,8 @@ class EngineReports:
         if self._held is None:
             self._held = HeldNames(kv.reuse.tree, only_prepared=kv.uses_prepared)
         self._held.read()
+        num_bytes = {tier: kv.reuse.tree.num_bytes(tier) for tier in Tier}
+        self._kept_bytes = {tier: one for tier, one in num_bytes.items() if one}
         self._queue_seconds = queue_seconds(engine)
 
 

@@ -311,6 +311,43 @@ ENGINE_FIRST_TOKEN = MetricSpec(
     "Sum of the real seconds of the same requests.",
     _ENGINE,
 )
+ENGINE_FIRST_TOKENS = MetricSpec("stillroom_engine_first_tokens_total", "counter", "Requests in these sums.", _ENGINE)
+ENGINE_RUNS = MetricSpec(
+    "stillroom_engine_runs_total",
+    "counter",
+    "Starts of an engine that this front has used; each begins without the KV that was in memory.",
+    _ENGINE,
+)
+ENGINE_PROMPT_TOKENS = MetricSpec(
+    "stillroom_engine_prompt_tokens_total",
+    "counter",
+    "Tokens of this front's prompts whose reuse an engine reported.",
+    _ENGINE,
+)
+ENGINE_CACHED_TOKENS = MetricSpec(
+    "stillroom_engine_cached_tokens_total", "counter", "Of these, those whose KV was kept.", _ENGINE
+)
+ENGINE_OUTSTANDING = MetricSpec(
+    "stillroom_engine_outstanding_requests",
+    "gauge",
+    "Requests of all fronts that an engine has not completed, as it last reported; absent while it gets no requests.",
+    _ENGINE,
+)
+ENGINE_QUEUE = MetricSpec(
+    "stillroom_engine_queue_seconds",
+    "gauge",
+    "Predicted seconds until an engine would begin a new prompt, as it last reported.",
+    _ENGINE,
+)
+ENGINE_BLOCKS = MetricSpec(
+    "stillroom_engine_kv_blocks",
+    "gauge",
+    "KV blocks of an engine, by state: free (kept KV included) or used, as it last reported.",
+    ("engine", "state"),
+)
+ENGINE_KEPT_BYTES = MetricSpec(
+    "stillroom_engine_kept_bytes", "gauge", "KV that an engine keeps, by tier, as it last reported.", ("engine", "tier")
+)
 MIGRATIONS = MetricSpec(
     "stillroom_migrations_total", "counter", "Requests that went on at another engine after a broken stream."
 )

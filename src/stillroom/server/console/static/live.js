@@ -2,6 +2,7 @@
 
 import { getJson, getText } from "./api.js";
 import { byId, el, sparkline } from "./dom.js";
+import { engineTable } from "./engines.js";
 import { count, duration, percent, size, trim } from "./format.js";
 
 const PERIOD_MS = 2000;
@@ -124,6 +125,7 @@ function rates(name) {
 
 function show() {
   const now = readings[readings.length - 1];
+  byId("live-engines").replaceChildren(...[engineTable(now)].filter(Boolean));
   const of = (name) => now[name] ?? 0;
   const ttft = "stillroom_time_to_first_token_seconds";
   const answers = grown(`${ttft}_count`);
@@ -192,6 +194,7 @@ function showOwn(requests) {
   const prompt = tokens("num_prompt_tokens");
   byId("live-lead").textContent =
     `From your last ${count(requests.length, "request")}. Figures of the whole server need an operator's key.`;
+  byId("live-engines").replaceChildren();
   byId("live").replaceChildren(
     tile("First token", latest.length ? duration(mean) : "\u2013", "mean", latest),
     tile("Kept", prompt ? percent(tokens("num_cached_tokens") / prompt) : "\u2013", "of prompt tokens were reused", null),
