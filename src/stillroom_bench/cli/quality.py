@@ -87,6 +87,19 @@ NEIGHBOURS_HELP = help_text(
     ),
 )
 
+ENGINES_HELP = help_text(
+    "Measure what a front with engines of its own costs on this machine, and what a second engine gains.",
+    "Starts real servers on loopback addresses, asks them questions about the documents, and reads streamed answers. "
+    "split: time to the first token, tokens per second, start-up and memory of a front with one engine, against one "
+    "process. routing: hit rate and time to the first token of several engines against one with the same memory each, "
+    "on questions that repeat by Zipf's law. How to read it: docs/front-and-engines.md.",
+    examples=(
+        "stillroom bench engines --documents examples/gazetteer --questions examples/questions.jsonl",
+        "stillroom bench engines --documents examples/gazetteer --questions examples/questions.jsonl --experiment "
+        "routing --different 60 --tokens 8 --output routing.json",
+    ),
+)
+
 LOOKUP_HELP = help_text(
     "Measure the time per token of answers that quote their prompt, with and without prompt lookup.",
     "The answers are given, so both compute the same: they quote everything, half or nothing, in runs. How to read it: "
@@ -203,6 +216,7 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, "questions", options.QuestionOptions, _questions, QUESTIONS_HELP)
     add_command(app, "runtime", options.RuntimeOptions, _runtime, RUNTIME_HELP, ["config"])
     add_command(app, "neighbours", options.NeighboursOptions, _neighbours, NEIGHBOURS_HELP, ["config"])
+    add_command(app, "engines", options.EnginesOptions, _engines, ENGINES_HELP)
     add_command(app, "lookup", options.LookupOptions, _lookup, LOOKUP_HELP, ["config"])
     add_command(
         app,
@@ -268,6 +282,14 @@ def _neighbours(chosen: options.NeighboursOptions, call: Call) -> "BenchResult":
     from stillroom_bench.quality.neighbours import run_neighbours
 
     return run_neighbours(chosen, call.work_dir, on_progress=call.say)
+
+
+def _engines(chosen: options.EnginesOptions, call: Call) -> "BenchResult":
+    if chosen.experiment == "split":
+        call.refuse_unused("with --experiment split", "num_engines", "num_requests", "zipf", "share")
+    from stillroom_bench.quality.engines import run_engines
+
+    return run_engines(chosen, call.work_dir, call.settings(), call.say)
 
 
 def _lookup(chosen: options.LookupOptions, call: Call) -> "BenchResult":

@@ -112,6 +112,34 @@ class NeighboursOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EnginesOptions:
+    """Options of `stillroom bench engines`."""
+
+    documents: tuple[Path, ...] = flag(REQUIRED, "A document or a folder of documents.", metavar="PATH")
+    questions: Path = flag(
+        REQUIRED, "Questions about them, one per line, as text or JSON.", path="file", metavar="FILE"
+    )
+    experiment: Literal["split", "routing"] = flag(
+        "split",
+        "split: a front with one engine against one process. routing: several engines against one, where the questions "
+        "need more KV than an engine has memory for.",
+    )
+    model: str = flag(MICROWORLD, "A checkpoint folder, a hub name, or a bundled decoder.", metavar="MODEL")
+    num_questions: int = flag(16, "Different questions.", "--different", min=2)
+    num_tokens: int = flag(48, "Tokens of each answer.", "--tokens", min=2)
+    num_clients: int = flag(1, "Questions asked at the same time.", "--clients", min=1, max=64)
+    num_threads: int = flag(1, "Threads of each engine, and of the one process.", "--threads", min=1)
+    num_engines: int = flag(2, "With routing: engines of the second arm.", "--engines", min=2, max=64)
+    num_requests: int = flag(60, "With routing: measured requests; as many before them.", "--requests", min=2)
+    zipf: float = flag(0.6, "With routing: Zipf exponent of the popularity of questions.", metavar="S", min=0.0)
+    share: float = flag(
+        0.5, "With routing: an engine's memory, as a share of the KV that all questions need.", min=0.05, max=1.0
+    )
+    repeat: int = repeat_flag(5, "Runs per arm; with split after one warm-up run.")
+    seed: int = seed_flag()
+
+
+@dataclass(frozen=True, slots=True)
 class LookupOptions:
     """Options of `stillroom bench lookup`."""
 
