@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stillroom.backends.document_windows import DocumentWindow
+from stillroom.cluster.document_share import DocumentShare
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import Chunk, DocumentInfo
 from stillroom.core.ids import ChunkId, DocumentId
@@ -201,3 +202,18 @@ def test_preparing_ends_when_nothing_changes(disk: int, unused: int, steps: list
     if not displaced or service.windows.fits_again(displaced):
         service.preparer = service.new_preparer()
         assert service.wait() == 0, "a restart, which looks at every document, finds nothing left to do"
+
+
+def test_engine_of_a_cluster_prepares_its_share_and_again_when_that_grows() -> None:
+    engines = ["http://a:9100", "http://b:9100"]
+    service = Service(disk_bytes=99 * RECORD, unused_bytes=99 * RECORD)
+    for document in range(1, 9):
+        service.add(document, 1)
+    service.preparer.share = share = DocumentShare(waits=True)
+    assert service.wait() == 0, "it knows of no front yet"
+    share.tell(engines, engines[0], now=0.0)
+    own = {document for document in range(1, 9) if share.has(DocumentId(str(document)))}
+    assert service.wait() == len(own) and service.prepared() == own and 0 < len(own) < 8
+    assert service.wait() == 0
+    share.tell(engines[:1], engines[0], now=60.0)
+    assert service.wait() == 8 - len(own) and service.prepared() == set(range(1, 9))

@@ -12,7 +12,7 @@ import pytest
 
 from stillroom.cluster.wire import MAX_BODY_BYTES, AnswerRequest
 from stillroom.core.document import Chunk
-from stillroom.core.ids import ChunkId, RequestId
+from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.kv import Tier, salt_of
 from stillroom.core.request import FinishReason, Request
 from stillroom.core.reuse import Reason
@@ -460,3 +460,35 @@ def test_tenants_share_no_kv_and_only_existing_ones_are_opened(model: Path, tmp_
             assert client.refusal(replace(legal, tenant=name).to_json())[0] in (400, 404)
         assert sorted(os.listdir(folder)) == ["legal", "sales"]
         client.http.close()
+
+
+@pytest.mark.slow
+def test_each_document_is_prepared_by_one_of_the_engines_that_a_front_knows(model: Path, tmp_path: Path) -> None:
+    config = settings_for(model, mode="prepared")
+    config = replace(config, prepare=replace(config.prepare, when_idle="auto", idle_s=0.0))
+    with Stillroom.open(tmp_path / "kb", config=config) as front:
+        for number in range(6):
+            (tmp_path / f"{number}.md").write_text(f"Key {number} is rotated every month.", encoding="utf-8")
+            front.add(tmp_path / f"{number}.md")
+        documents = {one.document_id: one.num_chunks for one in front.documents()}
+    with engine_serving(tmp_path / "kb", config) as one, engine_serving(tmp_path / "kb", config) as other:
+        engines = [one, other]
+        assert not any(_num_in_document(served) for served in engines), "no front has told them of each other yet"
+        shares: list[set[DocumentId]] = []
+        for served in engines:
+            told = {"engines": ",".join(each.url for each in engines), "me": served.url}
+            with served.client().http as http:
+                http.get("/engine/v1/state", params=told).raise_for_status()
+            preparing = served.tenants.default.preparing
+            shares.append({document for document in documents if preparing.share.has(document)})
+        assert not shares[0] & shares[1] and shares[0] | shares[1] == set(documents)
+        for served, share in zip(engines, shares, strict=True):
+            wanted = sum(documents[document] for document in share)
+            until(lambda served=served, wanted=wanted: _num_in_document(served) == wanted)  # type: ignore[misc]
+
+
+def _num_in_document(served: Served) -> int:
+    """Chunks that an engine holds in their document's context."""
+    tree = served.backend.cache.tree
+    assert tree is not None
+    return len({node.chunk_id for node in list(tree) if node.document_path})

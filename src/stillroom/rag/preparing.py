@@ -6,10 +6,11 @@ RAGCache (3.2) measures that 3 % of the documents take 60 % of the requests.
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from stillroom.cluster.document_share import DocumentShare
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.clock import Clock
 from stillroom.core.document import DocumentInfo
@@ -93,14 +94,16 @@ class DocumentPreparer:
         self._wake = threading.Event()
         self._prepared: dict[DocumentId, float] = {}
         """When the documents that the thread has prepared were added."""
-        self._seen_changes: int | None = None
-        """Changes of documents before the last pass that ended."""
-        self._announced: int | None = None
+        self._seen_changes: tuple[int, int] | None = None
+        """Changes of documents and of the share before the last pass that ended."""
+        self._announced: tuple[int, int] | None = None
         """The same of the last pass that was announced."""
         self._due = 0.0
         self._was_full = False
         self._displaced = 0
         """Bytes of prepared KV that were damaged, or evicted unused, until `_prepared` was last emptied."""
+        self.share = DocumentShare()
+        """The documents that the thread prepares: those of one engine of a cluster, else all."""
         self.report: PrepareReport | None = None
         """Of the last run, also of one that was interrupted."""
 
@@ -127,7 +130,8 @@ class DocumentPreparer:
             EngineError: the engine was closed, or fails.
         """
         stop, began, known = stop or Cancellation(), self._clock.monotonic(), {} if known is None else known
-        infos = [info for info in self._kb.documents() if documents is None or info.document_id in documents]
+        chosen = None if documents is None else set(documents)
+        infos = [info for info in self._kb.documents() if chosen is None or info.document_id in chosen]
         infos.sort(key=lambda info: preparing_order(info, self._demand))
         total, counts, num_without_room = sum(info.num_chunks for info in infos), _Counts(), 0
         windows: DocumentWindows | None = None
@@ -201,7 +205,7 @@ class DocumentPreparer:
             self._thread.start()
 
     def wake(self) -> None:
-        """Look for changed documents now instead of a few seconds later."""
+        """Look for changed documents, and another share of them, now instead of a few seconds later."""
         self._wake.set()
 
     @property
@@ -217,7 +221,8 @@ class DocumentPreparer:
             self._thread.join()
 
     def run_if_due(self) -> None:
-        """Prepare all documents that are not known to be prepared, if a document changed since the last pass.
+        """Prepare all documents of the share that are not known to be prepared, if a document or the share changed
+        since the last pass.
 
         Also a minute after the last pass, if the budget was full then, or has room again for KV that was damaged, or
         evicted before a question used it: then every document is looked at again. Only KV that questions use evicts
@@ -225,7 +230,7 @@ class DocumentPreparer:
         computes nothing.
         Raises as `run`.
         """
-        changes, windows = self._kb.num_changes, self._load()
+        changes, windows = (self._kb.num_changes, self.share.num_changes), self._load()
         num_displaced = windows.num_displaced_bytes - self._displaced
         fits_again = num_displaced > 0 and windows.fits_again(num_displaced)
         has_changed = changes != self._seen_changes
@@ -234,21 +239,22 @@ class DocumentPreparer:
         if fits_again:
             self._prepared.clear()
             self._displaced += num_displaced
-        is_told = changes != self._announced and self._announce(changes)
-        report = self.run(stop=self._stop, known=self._prepared)
+        infos = [info for info in self._kb.documents() if self.share.has(info.document_id)]
+        is_told = changes != self._announced and self._announce(changes, infos)
+        report = self.run([info.document_id for info in infos], stop=self._stop, known=self._prepared)
         self._seen_changes, self._was_full = changes, report.is_full
         self._due = self._clock.monotonic() + _SECONDS_BETWEEN_PASSES
         if is_told or report.num_computed:
             _log(report)
 
-    def _announce(self, changes: int) -> bool:
+    def _announce(self, changes: tuple[int, int], infos: Sequence[DocumentInfo]) -> bool:
         """Log that a pass begins after a change; False if every document is known to be prepared."""
         self._announced = changes
-        infos = [info for info in self._kb.documents() if self._prepared.get(info.document_id) != info.added_at]
-        if infos:
-            num_chunks = sum(info.num_chunks for info in infos)
-            logger.info("preparing %d documents, %d chunks, while no question waits", len(infos), num_chunks)
-        return bool(infos)
+        new = [info for info in infos if self._prepared.get(info.document_id) != info.added_at]
+        if new:
+            num_chunks = sum(info.num_chunks for info in new)
+            logger.info("preparing %d documents, %d chunks, while no question waits", len(new), num_chunks)
+        return bool(new)
 
     def _run(self) -> None:
         told = ""

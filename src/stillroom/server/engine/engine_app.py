@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import JSONResponse
 
 from stillroom import __version__
+from stillroom.cluster.document_share import DocumentShare
 from stillroom.cluster.prediction import EngineCosts
 from stillroom.cluster.wire import MAX_BODY_BYTES, PREFIX, AnswerRequest
 from stillroom.cluster.wire_reading import dump, parse
@@ -20,7 +21,7 @@ from stillroom.engine.engine_reports import EngineReports
 from stillroom.errors import EngineClosedError, WireError
 from stillroom.models.numerics import kv_fingerprint
 from stillroom.server import error_replies
-from stillroom.server.auth.tenants import Tenants
+from stillroom.server.auth.tenants import DEFAULT_TENANT, Tenants
 from stillroom.server.engine.answer_requests import PlannedSample, backend_of, plan_samples, start
 from stillroom.server.engine.engine_guard import EngineGuard
 from stillroom.server.engine.event_lines import EventBuffer, EventLines
@@ -31,11 +32,13 @@ from stillroom.server.limits.workers import Workers
 from stillroom.server.middleware import RequestObserver
 from stillroom.server.privacy import served_name
 from stillroom.server.routes import health
+from stillroom.server.routes.document_routes import begin_preparing
 from stillroom.server.routes.health import Readiness
 from stillroom.telemetry.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from stillroom.backends.local import LocalBackend
+    from stillroom.rag.stillroom import Stillroom
 
 _READING_SECONDS = 0.25
 """Longest time that a report waits for the engine's thread."""
@@ -58,8 +61,8 @@ def create_engine_app(tenants: Tenants, backend: "LocalBackend", run: str, clock
     app.state.workers = workers = Workers()
     admission = AdmissionControl(runtime.max_num_seqs, runtime.max_waiting, config.server.max_wait_s, clock)
     app.state.draining = Draining(admission, workers, stillroom.stop_generating, config.server.grace_s, clock)
-    app.state.begin = lambda: None
     routes = _EngineRoutes(tenants, backend, EngineReports(backend.engine, run), admission, clock)
+    app.state.begin = routes.begin
     for method, path, call in (
         ("GET", f"{PREFIX}/info", routes.info),
         ("POST", f"{PREFIX}/answers", routes.answers),
@@ -112,6 +115,17 @@ class _EngineRoutes:
         self._admission = admission
         self._clock = clock
         self._vocabulary = backend.tokenizer.vocabulary_digest
+        self._share = DocumentShare(waits=True)
+
+    def begin(self) -> None:
+        """Prepare this engine's share of the documents while no question comes, if the settings say so."""
+
+        def opened(tenant: str, stillroom: "Stillroom") -> None:
+            stillroom.preparing.share = self._share
+            begin_preparing(stillroom)
+
+        self._tenants.on_open = opened
+        opened(DEFAULT_TENANT, self._tenants.default)
 
     async def info(self) -> Response:
         """Return what the engine is."""
@@ -163,8 +177,10 @@ class _EngineRoutes:
         if not self._backend.engine.is_alive:
             raise EngineClosedError("the engine has failed; its log says why. Restart it")
 
-    async def state(self, run: str = "", since: str = "0") -> Response:
+    async def state(self, run: str = "", since: str = "0", engines: str = "", me: str = "") -> Response:
         """Return what the engine holds and does, since a front asked last."""
+        if me and self._share.tell(engines.split(","), me, self._clock.monotonic()):
+            self._tenants.default.preparing.wake()
         if not since.isdecimal() or len(since) > 18:
             raise Refused(400, "invalid_value", f"since={since[:40]!r}; it must be a whole number", "since")
         await asyncio.wait({asyncio.wrap_future(self._reports.refresh())}, timeout=_READING_SECONDS)
