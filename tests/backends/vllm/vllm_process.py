@@ -42,4 +42,4 @@ def started(python: str, folder: Path, dtype: str, extra: dict[str, Any] | None)
         yield VllmProcess(process)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait(600) == 0
