@@ -55,6 +55,6 @@ class ComputingSide:
         if content_BN is None:
             logger.warning("KV of %d tokens is not finite and is not saved", save.record.num_tokens)
             return
-        payload = content_BN.reshape(-1).data.cast("B")
+        payload = content_BN.reshape(-1).data
         header = encode(save.record, self.layout.fingerprint, len(payload), checksum_of(payload))
         self._tier.write(save.record, len(payload), lambda: (header, payload))
