@@ -35,12 +35,18 @@ asked = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
 fds = array.array("i", [0, 1, 2])
 connection.sendmsg([len(asked).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
 connection.sendall(asked)
-pid = int(connection.recv(20))
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
-code = int(connection.recv(20) or b"1")
+def number():
+    told = connection.recv(4, socket.MSG_WAITALL)
+    if len(told) < 4:
+        sys.exit("the process that keeps the program has gone")
+    return int.from_bytes(told, "big", signed=True)
+pid = number()
+for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(one, lambda one, _: os.kill(pid, one))
+code = number()
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
@@ -122,12 +128,12 @@ def _received(connection: socket.socket) -> tuple[Any, list[int]]:
 def _keep(connection: socket.socket, pid: int) -> NoReturn:
     """Tell the client the program's process and its exit code; kill it if the client was killed."""
     with contextlib.suppress(BrokenPipeError):
-        connection.sendall(str(pid).encode())
+        connection.sendall(pid.to_bytes(4, "big", signed=True))
     if connection.fileno() in select.select([connection.fileno(), os.pidfd_open(pid)], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(BrokenPipeError):
-        connection.sendall(str(code).encode())
+        connection.sendall(code.to_bytes(4, "big", signed=True))
     os._exit(0)
 
 
