@@ -172,8 +172,8 @@ def show_accuracy(p95_seconds: float, accuracy: "Accuracy | None") -> None:
     """Say what predicted times, such as this 95th percentile, are good for."""
     if accuracy is None:
         line(
-            "Good for the order of choices, not for times: no plan was validated here. Once, before shared cores were "
-            "modelled, measured p50 and p95 were 6 to 12 and 2.3 to 2.8 times the predicted; --validate measures it."
+            "Good for the order of choices, not for times: no plan was validated here. Elsewhere, measured p50 and p95 "
+            "were 0.9 to 1.6 and 2 to 3.4 times the predicted; --validate measures it."
         )
         return
     line(
