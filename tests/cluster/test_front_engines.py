@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stillroom.cluster.front_engines import Expected, FrontEngines, Sent, engine_name
 from stillroom.cluster.prediction import EngineCosts
@@ -66,7 +66,7 @@ def engines(*addresses: str, info: EngineInfo = INFO) -> FrontEngines:
     found = FrontEngines(EXPECTED)
     found.set_addresses(addresses)
     for address in addresses:
-        found.on_info(address, info, 0.0)
+        found.on_info(address, info)
         assert found.on_state(address, state(), 0.0)
     return found
 
@@ -77,7 +77,7 @@ def test_engine_gets_requests_once_its_information_and_state_are_there() -> None
     assert found.asks(A) is None and found.num_alive == 0
     with pytest.raises(EngineUnavailableError, match="ask again later"):
         found.send(prompt(), "", 0.0)
-    found.on_info(A, INFO, 0.0)
+    found.on_info(A, INFO)
     assert found.asks(A) == ("first", 0) and found.num_alive == 0
     assert found.on_state(A, state(7), 0.0)
     assert found.asks(A) == ("first", 7) and found.num_alive == 1
@@ -114,11 +114,11 @@ def test_holder_gets_the_request_and_the_prediction_says_why() -> None:
 def test_engine_that_does_not_fit_gets_nothing_and_says_why(other: EngineInfo, complaint: str) -> None:
     found = engines(A)
     found.set_addresses([A, B])
-    found.on_info(B, other, 0.0)
+    found.on_info(B, other)
     assert found.asks(B) is None and found.num_alive == 1 and not found.are_misfits
     assert re.search(complaint, found.problems[B])
     assert {found.send(prompt(number), "", 0.0).engine for number in range(9)} == {A}
-    found.on_info(B, INFO, 1.0)
+    found.on_info(B, INFO)
     assert found.on_state(B, state(), 1.0) and found.num_alive == 2
 
 
@@ -126,9 +126,9 @@ def test_another_model_is_used_once_no_engine_has_the_first() -> None:
     found = engines(A)
     found.set_addresses([A, B])
     other = replace(INFO, fingerprint=b"g" * 32, tail_tokens=0, costs=None)
-    found.on_info(B, other, 0.0)
+    found.on_info(B, other)
     found.on_lost(A, "gone")
-    found.on_info(B, other, 1.0)
+    found.on_info(B, other)
     found.on_state(B, state(), 1.0)
     sent = found.send(prompt(), "", 1.0)
     assert (sent.engine, sent.fingerprint, sent.predicted_seconds) == (B, b"g" * 32, None)
@@ -140,7 +140,7 @@ def test_engine_of_the_fronts_model_replaces_those_of_another_model() -> None:
     found.set_addresses([A, B])
     streaming = found.send(prompt(), "", 0.0)
     assert streaming.fingerprint == other.fingerprint
-    found.on_info(B, INFO, 1.0)
+    found.on_info(B, INFO)
     assert found.on_state(B, state(), 1.0)
     assert re.search("at http://a:9100 runs bigger .* and the one at http://b:9100 runs micro", found.problems[A])
     assert not found.on_state(A, state(2), 1.0), "its report may be on the way"
@@ -148,8 +148,59 @@ def test_engine_of_the_fronts_model_replaces_those_of_another_model() -> None:
     assert (sent.engine, sent.fingerprint) == (B, INFO.fingerprint)
     found.on_first_token(streaming, 2.0)
     found.on_end(streaming, 3.0)
-    found.on_info(A, other, 4.0)
+    found.on_info(A, other)
     assert found.asks(A) is None and found.infos == [INFO]
+
+
+def test_engine_that_drains_replaces_none_and_keeps_none_away() -> None:
+    other = replace(INFO, fingerprint=b"g" * 32, model="bigger")
+    found = engines(A, info=other)
+    found.set_addresses([A, B])
+    found.on_info(B, INFO)
+    assert found.on_state(B, state(7, is_draining=True, is_all=True, changes=held(prompt())), 1.0)
+    assert (list(found.problems), found.infos, found.preparing) == ([B], [other], [A])
+    assert found.asks(B) == ("first", 0), "what it holds is asked for again once it is used"
+    found.on_lost(A, "no connection")
+    found.on_info(A, other)
+    assert found.on_state(A, state(), 2.0) and found.num_alive == 1
+    assert found.on_state(B, state(8, is_all=True, changes=held(prompt())), 3.0)
+    assert list(found.problems) == [A] and found.infos == [INFO]
+    sent = found.send(prompt(), "", 3.0)
+    assert (sent.engine, sent.num_expected_tokens) == (B, 103)
+    found.on_state(B, state(9, is_draining=True), 4.0)
+    found.on_info(A, other)
+    assert found.infos == [INFO], "it has not said that it takes requests"
+    assert found.on_state(A, state(), 4.0) and list(found.problems) == [B] and found.infos == [other]
+    found.on_end(sent, 5.0)
+
+
+def test_second_of_two_models_that_tell_their_states_late_is_refused() -> None:
+    found = FrontEngines(EXPECTED)
+    found.set_addresses([A, B])
+    found.on_info(A, INFO)
+    found.on_info(B, replace(INFO, fingerprint=b"g" * 32, model="bigger"))
+    assert found.on_state(A, state(), 1.0)
+    assert not found.on_state(B, state(), 1.0)
+    assert list(found.problems) == [B] and found.infos == [INFO]
+
+
+def test_documents_are_shared_by_engines_that_fit() -> None:
+    lost, later = "http://c:9100", "http://d:9100"
+    found = engines(A, lost)
+    found.set_addresses([A, B, lost, later])
+    assert sorted(found.preparing) == [A, B, lost, later], "those not asked yet are likely to be there"
+    found.on_info(B, replace(INFO, fingerprint=b"g" * 32, model="bigger"))
+    found.on_silent(lost, "silent for 2 s")
+    assert sorted(found.preparing) == [A, lost, later]
+    found.on_lost(lost, "silent for 10 s")
+    found.on_lost(later, "no connection")
+    assert found.preparing == [A]
+    found.on_info(lost, INFO)
+    assert found.preparing == [A], "it has not reported yet"
+    found.on_state(lost, state(), 1.0)
+    assert found.preparing == [A, lost]
+    found.on_state(lost, state(2, is_draining=True), 2.0)
+    assert found.preparing == [A]
 
 
 def test_model_is_chosen_once_an_engine_has_the_fronts_or_all_were_asked() -> None:
@@ -183,7 +234,7 @@ def test_engine_of_another_run_holds_nothing_until_it_tells() -> None:
     assert found.send(prompt(), "", 1.0).num_expected_tokens == 103
     assert not found.on_state(A, state(1, run="second"), 2.0)
     assert found.asks(A) is None and found.num_alive == 0
-    found.on_info(A, replace(INFO, run="second"), 2.0)
+    found.on_info(A, replace(INFO, run="second"))
     found.on_state(A, state(1, run="second"), 2.0)
     assert found.send(prompt(), "", 2.0).num_expected_tokens == 0
 
@@ -218,7 +269,7 @@ def test_broken_stream_loses_its_engine_once() -> None:
     found.on_broken(one, "reset")
     found.on_end(one, 0.1)
     assert found.num_alive == 0 and found.asks(A) is None
-    found.on_info(A, INFO, 1.0)
+    found.on_info(A, INFO)
     found.on_state(A, state(), 1.0)
     found.on_broken(two, "reset")
     found.on_first_token(two, 1.1)
@@ -236,7 +287,7 @@ def test_silence_is_a_loss_and_counts_once() -> None:
     assert found.counts[A].num_losses == 1, "it was counted when it fell silent"
     found.on_silent(A, "silent for 2 s")
     assert found.counts[A].num_losses == 1, "it was not in use"
-    found.on_info(A, INFO, 20.0)
+    found.on_info(A, INFO)
     found.on_state(A, state(), 20.0)
     found.on_silent(A, "silent for 2 s")
     found.on_state(A, state(2), 21.0)
@@ -293,11 +344,11 @@ def test_starts_of_an_engine_count_once_each_and_last_reports_are_there_while_it
     assert found.counts[A].num_runs == 1 and found.states == {A: state()}
     found.on_lost(A, "no connection")
     assert found.states == {}
-    found.on_info(A, INFO, 1.0)
+    found.on_info(A, INFO)
     found.on_state(A, state(), 1.0)
     assert found.counts[A].num_runs == 1, "the same start is back"
     assert not found.on_state(A, state(run="second"), 2.0)
-    found.on_info(A, replace(INFO, run="second"), 2.0)
+    found.on_info(A, replace(INFO, run="second"))
     assert found.counts[A].num_runs == 2 and found.states == {}, "it has not reported yet"
     found.on_state(A, state(run="second", num_outstanding=4), 2.5)
     assert found.states[A].num_outstanding == 4
@@ -345,14 +396,24 @@ class Books(RuleBasedStateMachine):
         if address in self.engines.addresses and self.engines.asks(address) is None:
             self.runs[address] = self.runs.get(address, 0) + starts_again
             info = replace(INFO, fingerprint=b"g" * 32, model="bigger") if is_other else INFO
-            self.engines.on_info(address, replace(info, run=str(self.runs[address])), self.now)
-            assert len({one.model for one in self.engines.infos}) == 1
+            self.engines.on_info(address, replace(info, run=str(self.runs[address])))
             assert is_other or self.engines.asks(address) is not None, "the front's model is always taken"
 
-    @rule(address=ADDRESSES, changes=CHANGES, is_all=st.booleans())
-    def tell_state(self, address: str, changes: dict[bytes, Tier | None], is_all: bool) -> None:
-        told = state(1, str(self.runs.get(address, 0)), changes=changes, is_all=is_all)
+    @rule(address=ADDRESSES, changes=CHANGES, is_all=st.booleans(), is_draining=st.booleans())
+    def tell_state(
+        self, address: str, changes: dict[bytes, Tier | None], is_all: bool, is_draining: bool = False
+    ) -> None:
+        told = state(1, str(self.runs.get(address, 0)), changes=changes, is_all=is_all, is_draining=is_draining)
+        before = self.engines.num_alive
         self.engines.on_state(address, told, self.now)
+        if is_draining and address in self.engines.problems:
+            assert self.engines.num_alive >= before - 1, "an engine that drains replaces none"
+
+    @invariant()
+    def one_model_is_in_use(self) -> None:
+        used = [one.info for one in self.engines._engines.values() if not one.problem or one.is_used]
+        assert len({one.model for one in used if one is not None}) <= 1 and None not in used
+        assert len(self.engines.infos) == len(used)
 
     @rule(address=ADDRESSES)
     def lose(self, address: str) -> None:

@@ -382,6 +382,17 @@ def test_front_waits_for_an_engine_of_its_model_that_replies_later(monkeypatch: 
         assert script.by == [second.url]
 
 
+def test_documents_of_lost_and_refused_engines_are_shared_by_the_others() -> None:
+    with wire_engines([], INFO, 4) as (engines, _):
+        one, two, refused, lost = engines
+        refused.info = replace(INFO, run="refused", knowledge_base="another")
+        with front([each.url for each in engines], 5.0, Patience(3, 20.0)):
+            until(lambda: one.sharing == two.sharing == {one.url, two.url, lost.url})
+            lost.close()
+            lost.close = lambda: None  # type: ignore[method-assign]
+            until(lambda: one.sharing == two.sharing == {one.url, two.url})
+
+
 @pytest.mark.parametrize(
     ("info", "told"),
     [

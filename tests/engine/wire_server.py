@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from urllib.parse import parse_qs, urlsplit
 
 from stillroom.cluster.wire import MEDIA_TYPE, AnswerRequest, WireEvent, events_to_json
 from stillroom.cluster.wire_state import EngineInfo, EngineState
@@ -43,6 +44,8 @@ class WireEngine:
         """Bytes: the whole reply."""
         self.state = EngineState(run=info.run, sequence=1, is_all=True)
         self.secrets: list[str] = []
+        self.sharing: set[str] = set()
+        """Addresses of the engines that share the documents, as a front told last."""
         self.is_used = threading.Event()
         """Set when a front that has its state asks for the next."""
         self.waits_for: threading.Event | None = None
@@ -95,6 +98,8 @@ class WireEngine:
                 self.waits_for.wait(20)
             return self.info if isinstance(self.info, bytes) else reply(200, self.info.to_json())
         if asked.path.startswith("/engine/v1/state"):
+            told = parse_qs(urlsplit(asked.path).query)
+            self.sharing = set(told["engines"][0].split(",")) if "engines" in told else set()
             if "since=0" not in asked.path:
                 self.is_used.set()
             return reply(200, self.state.to_json())

@@ -13,7 +13,7 @@ engines would else change it back and forth."""
 
 
 class DocumentShare:
-    """The documents whose home is one engine, by rendezvous hashing of the addresses that a front knows. Thread-safe.
+    """The documents whose home is one engine, by rendezvous hashing of the addresses that a front tells. Thread-safe.
 
     With an added or lost engine, only the documents that get another home move. The router sends questions to the
     engine that holds their documents' KV (`CostRouter`).
@@ -28,7 +28,7 @@ class DocumentShare:
         self._waits = waits
         self._lock = Lock()
         self._known: tuple[frozenset[str], str] | None = None
-        """Addresses of all engines, and of this one."""
+        """Addresses of the engines that share the documents, and of this one."""
         self._told_at = 0.0
         self.num_changes = 0
 
@@ -36,7 +36,7 @@ class DocumentShare:
         """Take over what a front knows; returns whether the share has changed.
 
         Args:
-            engines: addresses of all engines.
+            engines: addresses of the engines that share the documents.
             me: address of this one.
             now: seconds on a monotonic clock.
         """

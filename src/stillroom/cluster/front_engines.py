@@ -87,6 +87,8 @@ class _Engine:
     epoch: int = 0
     info: EngineInfo | None = None
     """None while it is lost or refused."""
+    is_used: bool = False
+    """Whether it took requests since it was there last; one that drains is used until it is lost or replaced."""
     run: str = ""
     """Of its last information."""
     sequence: int = 0
@@ -102,6 +104,10 @@ class _Engine:
     open: set[int] = field(default_factory=set)
     """Numbers of the requests under way, of this epoch."""
     counts: EngineCounts = field(default_factory=EngineCounts)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.state is not None and self.state.is_draining
 
 
 class Totals(TypedDict):
@@ -133,6 +139,16 @@ class FrontEngines:
     def addresses(self) -> list[str]:
         return list(self._engines)
 
+    @property
+    def preparing(self) -> list[str]:
+        """Addresses of the engines that share the documents: those that fit, silent or not, and those not asked."""
+        engines = list(self._engines.items())
+        return [
+            address
+            for address, one in engines
+            if one.problem == _NOT_ASKED or (one.state is not None and not one.is_draining)
+        ]
+
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Add new engines, and forget those that are not named any more; their streams go on."""
         for address in [one for one in self._engines if one not in addresses]:
@@ -148,31 +164,25 @@ class FrontEngines:
         engine = self._engines[address]
         return None if engine.info is None else (engine.info.run, engine.sequence)
 
-    def on_info(self, address: str, info: EngineInfo, now: float) -> None:
-        """Begin to use an engine, or note why it does not fit this front or its other engines.
-
-        An engine with the front's model replaces those with another one.
-        """
+    def on_info(self, address: str, info: EngineInfo) -> None:
+        """Take an engine's information, or note why it does not fit this front or its other engines."""
         engine = self._engines[address]
         try:
             self._check(address, info)
         except EngineRefusedError as error:
             self.on_misfit(address, str(error))
             return
-        for other, replaced in self._others(address, info):
-            self.on_misfit(other, _difference(other, replaced, address, info))
-        if not any(one.info for one in list(self._engines.values())):
-            self._use_model(info)
         self._num_epochs += 1
         engine.epoch, engine.info, engine.sequence, engine.state = self._num_epochs, info, 0, None
         engine.counts.num_runs += info.run != engine.run
         engine.run = info.run
         engine.is_misfit = False
         engine.open.clear()
-        self._beliefs.add_engine(address, now)
 
     def on_state(self, address: str, state: EngineState, asked_at: float) -> bool:
-        """Take an engine's state; returns False if it is of another run, so that its information must be asked for.
+        """Take an engine's state; returns False if its information must be asked for again.
+
+        An engine that takes requests is used from now on. One with the front's model replaces those with another one.
 
         Args:
             asked_at: when the front asked: what it sent later may be missing in the state.
@@ -183,8 +193,32 @@ class FrontEngines:
         if state.run != engine.info.run:
             self.on_lost(address, "it started again")
             return False
-        engine.sequence, engine.state, engine.is_paused = state.sequence, state, False
-        engine.is_silent = False
+        engine.state, engine.is_paused, engine.is_silent = state, False, False
+        if not engine.is_used and not state.is_draining and not self._use(address, engine, engine.info, asked_at):
+            return False
+        if engine.is_used:  # else the next state must have all names
+            engine.sequence = state.sequence
+            self._report(address, state, asked_at)
+        self._totals = None
+        self._set_problem(address, engine, "it is shutting down" if state.is_draining else "")
+        return True
+
+    def _use(self, address: str, engine: _Engine, info: EngineInfo, now: float) -> bool:
+        """Use an engine, in place of those with another model; returns False if another one is there meanwhile."""
+        try:
+            self._check(address, info)
+        except EngineRefusedError as error:
+            self.on_misfit(address, str(error))
+            return False
+        for other, replaced in self._others(address, info):
+            self.on_misfit(other, _difference(other, replaced, address, info))
+        if not any(one.is_used for one in list(self._engines.values())):
+            self._use_model(info)
+        self._beliefs.add_engine(address, now)
+        engine.is_used = True
+        return True
+
+    def _report(self, address: str, state: EngineState, asked_at: float) -> None:
         report = EngineReport(
             at_seconds=asked_at,
             changes=state.changes if not state.is_all else self._since_all(address, state, asked_at),
@@ -192,9 +226,6 @@ class FrontEngines:
             num_outstanding=state.num_outstanding,
         )
         self._beliefs.on_report(address, report)
-        self._totals = None
-        self._set_problem(address, engine, "it is shutting down" if state.is_draining else "")
-        return True
 
     def _since_all(self, address: str, state: EngineState, now: float) -> dict[bytes, Tier | None]:
         """Return all names that an engine holds as changes."""
@@ -213,8 +244,10 @@ class FrontEngines:
         if engine is None:
             return
         engine.is_misfit = False
-        if engine.info is not None:
+        if engine.is_used:
             self._beliefs.lose_engine(address)
+            engine.is_used = False
+        if engine.info is not None:
             engine.info = engine.state = None
             engine.counts.num_losses += not engine.is_silent
         engine.is_silent = False
@@ -241,12 +274,13 @@ class FrontEngines:
                 f"the engine at {address} has another knowledge base than this front; give the same --kb to both"
             )
         for other, used in self._others(address, info):
-            if info.model != self._expected.model or used.model == self._expected.model:
+            is_preferred = info.model == self._expected.model and used.model != self._expected.model
+            if not is_preferred and not self._engines[other].is_draining:
                 raise EngineRefusedError(_difference(address, info, other, used))
 
     def _others(self, address: str, info: EngineInfo) -> list[tuple[str, EngineInfo]]:
         """Return the engines in use whose model is another one, or computes otherwise."""
-        infos = [(other, one.info) for other, one in list(self._engines.items()) if other != address]
+        infos = [(other, one.info) for other, one in list(self._engines.items()) if other != address and one.is_used]
         return [(other, used) for other, used in infos if used is not None and used.fingerprint != info.fingerprint]
 
     def _use_model(self, info: EngineInfo) -> None:
@@ -374,8 +408,8 @@ class FrontEngines:
 
     @property
     def infos(self) -> list[EngineInfo]:
-        """Of the engines that fit, lost ones excluded."""
-        return [one.info for one in list(self._engines.values()) if one.info is not None]
+        """Of the engines in use, lost ones excluded. They have one model."""
+        return [one.info for one in list(self._engines.values()) if one.info is not None and one.is_used]
 
     @property
     def counts(self) -> dict[str, EngineCounts]:

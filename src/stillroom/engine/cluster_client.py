@@ -87,7 +87,7 @@ class ClusterClient:
 
         Args:
             run, since: of the last state.
-            engines: addresses of all engines, so that this one knows its share.
+            engines: addresses of the engines that share the documents, so that this one knows its share.
 
         Raises:
             EngineUnreachedError, EngineLostError: it cannot be reached, or does not answer in 2 s.

@@ -28,7 +28,7 @@ class EngineWatch:
 
     def __init__(self, engines: FrontEngines, client: ClusterClient, directory: EngineDirectory, clock: Clock) -> None:
         self.infos: tuple[EngineInfo, ...] = ()
-        """Of the engines that fit, or did last."""
+        """Of the engines in use, or used last."""
         self._engines = engines
         self._client = client
         self._directory = directory
@@ -116,9 +116,9 @@ class EngineWatch:
     async def _ask(self, address: str) -> None:
         asks = self._engines.asks(address)
         if asks is None:
-            self._engines.on_info(address, await self._client.info(address), self._clock.monotonic())
+            self._engines.on_info(address, await self._client.info(address))
             asks = self._engines.asks(address)
         if asks is not None:
             asked_at = self._clock.monotonic()
-            state = await self._client.state(address, *asks, self._engines.addresses)
+            state = await self._client.state(address, *asks, self._engines.preparing)
             self._engines.on_state(address, state, asked_at)
