@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from stillroom.backends.engine_readings import cluster_readings
-from stillroom.cluster.front_engines import EngineCounts
+from stillroom.cluster.front_engine import EngineCounts
 from stillroom.cluster.wire_state import EngineState
 from stillroom.core.kv import Tier
 from stillroom.telemetry.metrics import Metrics

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stillroom.cluster.front_engines import Expected, FrontEngines, Sent, engine_name
+from stillroom.cluster.front_engine import Sent
+from stillroom.cluster.front_engines import Expected, FrontEngines, engine_name
 from stillroom.cluster.prediction import EngineCosts
 from stillroom.cluster.wire_state import EngineInfo, EngineState
 from stillroom.core.ids import ChunkId

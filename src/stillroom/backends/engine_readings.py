@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from stillroom.cluster.front_engines import EngineCounts, engine_name
+from stillroom.cluster.front_engine import EngineCounts
+from stillroom.cluster.front_engines import engine_name
 from stillroom.cluster.wire_state import EngineState
 from stillroom.core.kv import Tier
 from stillroom.telemetry import catalogue

@@ -7,10 +7,11 @@ their problems, and the requests under way.
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypedDict
 
 from stillroom.cluster.front_beliefs import EngineReport, FrontBeliefs
+from stillroom.cluster.front_engine import NOT_ASKED, EngineCounts, FrontEngine, Sent
 from stillroom.cluster.prediction import predict
 from stillroom.cluster.routed_request import routed_request
 from stillroom.cluster.routers import MAX_AGE_SECONDS, CostRouter, LeastLoaded, Router
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _SHOWN_DIGITS = 12
 """Of a fingerprint in messages."""
-_NOT_ASKED = "it was not heard of yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,76 +38,6 @@ class Expected:
     """Digest of the front's tokenizer (`Tokenizer.vocabulary_digest`)."""
     knowledge_base: str
     """Identity of the default tenant's knowledge base."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A stream of a request from an engine."""
-
-    engine: str
-    epoch: int
-    """Of the engine: another one once it was lost."""
-    number: int
-    at: float
-    fingerprint: bytes
-    """Of the engine's model."""
-    predicted_seconds: float | None
-    """To the first token, waiting included; None without a cost profile."""
-    num_expected_tokens: int
-    """Prompt tokens whose KV the engine is believed to reuse."""
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """Requests of this front to an engine, since the front started."""
-
-    num_sent: int = 0
-    """Streams that were asked for."""
-    num_broken: int = 0
-    """Streams that ended before their answers."""
-    num_refused: int = 0
-    """Requests that the engine did not take: it was full, or could not be reached."""
-    num_losses: int = 0
-    """Times that the engine was lost, or missed a report."""
-    num_runs: int = 0
-    """Starts of the engine that were used, the first one included."""
-    num_prompt_tokens: int = 0
-    """Of prompts whose reuse the engine has reported."""
-    num_reused_tokens: int = 0
-    """Of these, those whose KV was not computed."""
-    num_predicted: int = 0
-    """First tokens with a prediction."""
-    predicted_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    """Sum over the same first tokens."""
-
-
-@dataclass(slots=True)
-class _Engine:
-    epoch: int = 0
-    info: EngineInfo | None = None
-    """None while it is lost or refused."""
-    is_used: bool = False
-    """Whether it took requests since it was there last; one that drains is used until it is lost or replaced."""
-    run: str = ""
-    """Of its last information."""
-    sequence: int = 0
-    state: EngineState | None = None
-    is_paused: bool = False
-    """It refused a request since its last report."""
-    problem: str = _NOT_ASKED
-    """Why it gets no request; empty if it may get one."""
-    is_silent: bool = False
-    """Whether it missed its last report; counted as a loss."""
-    is_misfit: bool = False
-    """Whether it was asked, and does not fit this front."""
-    open: set[int] = field(default_factory=set)
-    """Numbers of the requests under way, of this epoch."""
-    counts: EngineCounts = field(default_factory=EngineCounts)
-
-    @property
-    def is_draining(self) -> bool:
-        return self.state is not None and self.state.is_draining
 
 
 class Totals(TypedDict):
@@ -124,7 +54,7 @@ class FrontEngines:
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, FrontEngine] = {}
         self._beliefs = FrontBeliefs()
         self._router: Router = LeastLoaded()
         self._keys: PrefixKeys | None = None
@@ -146,7 +76,7 @@ class FrontEngines:
         return [
             address
             for address, one in engines
-            if one.problem == _NOT_ASKED or (one.state is not None and not one.is_draining)
+            if one.problem == NOT_ASKED or (one.state is not None and not one.is_draining)
         ]
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
@@ -155,7 +85,7 @@ class FrontEngines:
             self.on_lost(address, "it is not named any more")
             del self._engines[address]
         for address in addresses:
-            self._engines.setdefault(address, _Engine())
+            self._engines.setdefault(address, FrontEngine())
 
     # What engines say
 
@@ -203,7 +133,7 @@ class FrontEngines:
         self._set_problem(address, engine, "it is shutting down" if state.is_draining else "")
         return True
 
-    def _use(self, address: str, engine: _Engine, info: EngineInfo, now: float) -> bool:
+    def _use(self, address: str, engine: FrontEngine, info: EngineInfo, now: float) -> bool:
         """Use an engine, in place of those with another model; returns False if another one is there meanwhile."""
         try:
             self._check(address, info)
@@ -289,7 +219,7 @@ class FrontEngines:
         self._router = LeastLoaded() if info.costs is None else CostRouter(info.costs)
         self._beliefs = FrontBeliefs(places_computed=info.places_computed)
 
-    def _set_problem(self, address: str, engine: _Engine, problem: str) -> None:
+    def _set_problem(self, address: str, engine: FrontEngine, problem: str) -> None:
         if problem != engine.problem:
             self._totals = None
             if problem:
@@ -376,11 +306,11 @@ class FrontEngines:
                 self._lose_epoch(engine, sent, problem)
             engine.is_paused = True
 
-    def _lose_epoch(self, engine: _Engine, sent: Sent, problem: str) -> None:
+    def _lose_epoch(self, engine: FrontEngine, sent: Sent, problem: str) -> None:
         if engine.epoch == sent.epoch:  # else it was lost before, and may be back
             self.on_lost(sent.engine, problem)
 
-    def _is_open(self, engine: _Engine, sent: Sent) -> bool:
+    def _is_open(self, engine: FrontEngine, sent: Sent) -> bool:
         return engine.info is not None and engine.epoch == sent.epoch and sent.number in engine.open
 
     # What the front tells
@@ -404,7 +334,7 @@ class FrontEngines:
     def is_model_chosen(self) -> bool:
         """Whether the engines in use have the front's model, or every engine was asked."""
         has_own = self._model is not None and self._model.model == self._expected.model
-        return has_own or all(one.problem != _NOT_ASKED for one in list(self._engines.values()))
+        return has_own or all(one.problem != NOT_ASKED for one in list(self._engines.values()))
 
     @property
     def infos(self) -> list[EngineInfo]:

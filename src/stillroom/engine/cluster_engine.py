@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stillroom.cluster.directory import EngineDirectory
-from stillroom.cluster.front_engines import EngineCounts, Expected, FrontEngines, Sent, Totals, engine_name
+from stillroom.cluster.front_engine import EngineCounts, Sent
+from stillroom.cluster.front_engines import Expected, FrontEngines, Totals, engine_name
 from stillroom.cluster.wire import AnswerRequest
 from stillroom.cluster.wire_state import EngineInfo, EngineState
 from stillroom.core.clock import Clock

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stillroom.backends.engine_readings import cluster_readings, engine_readings
-from stillroom.cluster.front_engines import EngineCounts, engine_name
+from stillroom.cluster.front_engine import EngineCounts
+from stillroom.cluster.front_engines import engine_name
 from stillroom.cluster.wire_state import EngineState
 from stillroom.core.kv import Tier
 from stillroom.telemetry.metrics import Metrics
