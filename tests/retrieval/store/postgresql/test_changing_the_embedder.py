@@ -7,11 +7,18 @@ import pytest
 from stillroom.config.settings import EmbedderConfig, StillroomConfig
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import SearchResult
-from stillroom.errors import ChangeCancelledError, DatabaseUnavailableError, KnowledgeBaseBusyError
+from stillroom.errors import (
+    ChangeCancelledError,
+    DatabaseUnavailableError,
+    IncompatibleKnowledgeBaseError,
+    KnowledgeBaseBusyError,
+)
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.store.postgresql import statements
+from stillroom.retrieval.store.postgresql.database import ReplacedError
 from stillroom.retrieval.store.vector_sets import VectorsReplacedError
 from tests.crash.worker import OTHER_MODEL, SmallEmbedder
-from tests.retrieval.store.postgresql.shared_machines import Open, Switch, corpus_of
+from tests.retrieval.store.postgresql.shared_machines import Open, Switch, corpus_of, execute
 
 pytestmark = pytest.mark.postgres
 
@@ -136,3 +143,33 @@ def test_lost_server_changes_nothing_and_the_next_run_does_the_rest(open_on: Ope
     switch(on=True)
     report = a.reembed(OTHER_MODEL)
     assert (report.is_changed, report.num_embedded) == (True, 0), "the vectors were kept on the machine"
+
+
+def test_programs_that_know_no_vector_sets_are_shut_out_by_the_switch(
+    open_on: Open, docs: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, running = open_on("a", create=True), open_on("b"), open_on("old")
+    a.add([docs])
+    corpus_of(running).refresh()
+    versions = "SELECT version FROM stillroom.format"
+    assert execute(database, versions) == [(1,)], "older releases read it"
+    a.reembed(OTHER_MODEL)
+    a.reembed(EmbedderConfig().model)  # vectors of the old length
+    a.reembed(OTHER_MODEL)
+    assert execute(database, versions) == [(2,)]
+    write(docs, "bread")
+    with monkeypatch.context() as patch:  # as the releases before
+        as_stored = "SELECT corpus_id, generation, revision FROM stillroom.knowledge_bases WHERE kb = %s"
+        patch.setattr(statements, "SELECT_STATE", as_stored)
+        patch.setattr(statements, "LOCK_STATE", f"{as_stored} FOR UPDATE")
+        patch.setattr(statements, "NEWEST_VERSION", 1)
+        with pytest.raises(ReplacedError):
+            running.corpus.commit(removed=[one.document_id for one in running.corpus.documents()])
+        with pytest.raises(IncompatibleKnowledgeBaseError, match="version 2.* up to 1"):
+            open_on("late")
+    corpus_of(b).refresh()
+    assert b.add([docs]).num_added == 1, "machines of this release follow"
+    for kb in (a, b, open_on("c")):
+        corpus_of(kb).refresh()
+        assert (kb.model, kb.num_documents, len(kb.search("vault").results)) == (OTHER_MODEL, 3, 3)
+        assert not kb.verify().findings

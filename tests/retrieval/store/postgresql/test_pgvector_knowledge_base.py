@@ -135,6 +135,7 @@ def test_missing_extension_is_named(open_on: Open, database: str, monkeypatch: p
         with pytest.raises(ConfigError, match=r"the database has \d+\.\d+.*ALTER EXTENSION vector UPDATE"):
             open_on("a", create=True, config=CONFIG)
     open_on("a", create=True, config=CONFIG)
+    assert execute(database, "SELECT version FROM stillroom.format") == [(2,)], "older releases refuse it"
 
 
 def test_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

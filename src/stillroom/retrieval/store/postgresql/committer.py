@@ -96,7 +96,7 @@ class Committer:
         self._run(sql.PUT_SOURCE, self._kb, key, *row, self.revision)
 
     def replace_vectors(self, made: VectorSetRecord, rows: Iterable[tuple[int, bytes]]) -> None:
-        """Make a vector set the active one.
+        """Make a vector set the active one, and shut out programs that know only one.
 
         Args:
             rows: Id and vector of every chunk.
@@ -107,6 +107,8 @@ class Committer:
                 cursor.executemany(sql.REPLACE_VECTOR, batch)
         ((manifest,),) = self._all(sql.SELECT_MANIFEST, self._kb)
         self._run(sql.UPDATE_MANIFEST, with_published(manifest, made), self._kb)
+        self._run(sql.REFUSE_OLD_PROGRAMS, self._kb)
+        self._run(sql.RAISE_VERSION)
 
     def finish(self) -> CommitReport:
         generation = self._generation if self._num_changes else None

@@ -287,10 +287,10 @@ class Database:
 
     def _check_version(self, connection: Connection) -> None:
         version = _one(connection, sql.SELECT_VERSION)
-        if version > sql.SCHEMA_VERSION:
+        if version > sql.NEWEST_VERSION:
             raise IncompatibleKnowledgeBaseError(
                 f"the tables of {self.address} have version {version}, this Stillroom reads up to "
-                f"{sql.SCHEMA_VERSION}; use the Stillroom that made them"
+                f"{sql.NEWEST_VERSION}; use the Stillroom that made them"
             )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
 from stillroom.errors import ConfigError, DatabaseUnavailableError, IndexUnavailableError
+from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.database import Connection, Database
 from stillroom.retrieval.store.vector_table import MOST_CANDIDATES, StoredVectors
 
@@ -47,7 +48,7 @@ _NO_INDEX = "+ 0"
 
 
 def create_embeddings(connection: Connection, kb: int, index: IndexConfig, dimension: int) -> None:
-    """Make the table of a new knowledge base, and its HNSW index.
+    """Make the table of a new knowledge base, and its HNSW index, and shut out programs that do not know them.
 
     Raises:
         ConfigError: The database lacks pgvector, or has an old version; or vectors have too many dimensions for it.
@@ -66,6 +67,7 @@ def create_embeddings(connection: Connection, kb: int, index: IndexConfig, dimen
             name=_index_name(kb), table=table, column=column.indexed("embedding"), type=column.type, **settings
         )
     )
+    connection.execute(sql.RAISE_VERSION)
 
 
 def table_of(kb: int) -> str:

@@ -5,12 +5,19 @@ Several knowledge bases share the tables of the schema `stillroom`; `kb` is the 
 deletes. So a local copy asks for the rows that were stamped after its own revision. `generation` is that of `Corpus`:
 it rises with changes of documents only.
 
+Releases before vector sets and pgvector would mix the vectors of two models in a knowledge base whose embedder was
+changed, and would open one whose vectors are in pgvector. So the switch, and the making of the latter, raise the
+version of the tables, which such a release refuses when it opens any knowledge base. The switch also marks `corpus_id`
+(`REFUSE_OLD_PROGRAMS`): a program that runs already then takes the knowledge base for a replaced one, and commits
+nothing.
+
 Names can be longer than an index entry, so rows are found by `key`, a hash of the name (`key_of`).
 """
 
 import hashlib
 
-SCHEMA_VERSION = 1
+FIRST_VERSION, NEWEST_VERSION = 1, 2
+"""Version 2: the vectors of some knowledge base were replaced by those of another model, or are in pgvector."""
 
 IS_THERE = "SELECT to_regclass('stillroom.format') IS NOT NULL"
 SELECT_VERSION = "SELECT version FROM stillroom.format"
@@ -57,17 +64,23 @@ SCHEMA = (
         for table in ("documents", "chunks", "vectors", "tombstones", "sources", "removals")
     ),
     "CREATE TABLE stillroom.format (version integer NOT NULL)",
-    f"INSERT INTO stillroom.format VALUES ({SCHEMA_VERSION})",
+    f"INSERT INTO stillroom.format VALUES ({FIRST_VERSION})",
 )
 """`commits.generation` is null if the commit did not raise it. `uploads` has the bytes of uploaded files, in parts."""
 
-SELECT_KB = "SELECT kb, corpus_id, manifest FROM stillroom.knowledge_bases WHERE name = %s"
+_CORPUS_ID = "split_part(corpus_id, ':', 1)"
+"""Without the mark."""
+SELECT_KB = f"SELECT kb, {_CORPUS_ID}, manifest FROM stillroom.knowledge_bases WHERE name = %s"
 INSERT_KB = """INSERT INTO stillroom.knowledge_bases (name, corpus_id, manifest) VALUES (%s, %s, %s)
     ON CONFLICT (name) DO NOTHING"""
-SELECT_STATE = "SELECT corpus_id, generation, revision FROM stillroom.knowledge_bases WHERE kb = %s"
+SELECT_STATE = f"SELECT {_CORPUS_ID}, generation, revision FROM stillroom.knowledge_bases WHERE kb = %s"
 LOCK_STATE = f"{SELECT_STATE} FOR UPDATE"
 SELECT_MANIFEST = "SELECT manifest FROM stillroom.knowledge_bases WHERE kb = %s"
 UPDATE_MANIFEST = "UPDATE stillroom.knowledge_bases SET manifest = %s WHERE kb = %s"
+REFUSE_OLD_PROGRAMS = (
+    f"UPDATE stillroom.knowledge_bases SET corpus_id = {_CORPUS_ID} || ':{NEWEST_VERSION}' WHERE kb = %s"
+)
+RAISE_VERSION = f"UPDATE stillroom.format SET version = {NEWEST_VERSION} WHERE version < {NEWEST_VERSION}"
 REPLACE_VECTOR = "UPDATE stillroom.vectors SET vector = %s, revision = %s WHERE kb = %s AND chunk_id = %s"
 LOCK_EMBEDDER = "SELECT pg_try_advisory_lock(731003316, %s)"
 UPDATE_STATE = "UPDATE stillroom.knowledge_bases SET generation = %s, revision = %s WHERE kb = %s"
