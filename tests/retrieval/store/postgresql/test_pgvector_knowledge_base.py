@@ -1,5 +1,7 @@
 """A knowledge base whose vectors are in pgvector: adding, searching, outages, refusals, moving in and out."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,48 @@ def test_broken_connection_is_replaced_within_the_search(open_on: Open, docs: Pa
     before = ranking(a.search("vault"))
     execute(database, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'stillroom'")
     assert ranking(a.search("vault")) == before
+
+
+@pytest.mark.usefixtures("extension")
+def test_searches_wait_briefly_for_a_locked_table_and_say_so(open_on: Open, docs: Path, database: str) -> None:
+    import psycopg
+
+    a = open_on("a", create=True, config=CONFIG)
+    a.add([docs])
+    with psycopg.connect(database) as other:
+        other.execute(f"LOCK {embedding_table.table_of(corpus_of(a)._row.kb)}")
+        for mode in ("hybrid", "dense"):
+            with pytest.raises(IndexUnavailableError, match="are locked.*try again later.*--mode sparse"):
+                a.search("vault", mode=mode)
+        assert a.search("vault", mode="sparse").results
+    assert a.search("vault").results
+
+
+@pytest.mark.usefixtures("extension")
+def test_rebuilding_the_index_goes_on_beside_searches(open_on: Open, docs: Path, database: str) -> None:
+    import psycopg
+
+    a = open_on("a", create=True, config=CONFIG)
+    a.add([docs])
+    table = corpus_of(a).embedding_table
+    assert table is not None
+    name = f"embeddings_{corpus_of(a)._row.kb}"
+    execute(database, f"CREATE INDEX {name}_hnsw_ccnew ON stillroom.{name} (chunk_id)")  # left by an interrupted run
+    before = ranking(a.search("vault"))
+    number = f"SELECT 'stillroom.{name}_hnsw'::regclass::oid, relfilenode FROM pg_class WHERE relname = '{name}_hnsw'"
+    old = execute(database, number)
+    with psycopg.connect(database) as other:
+        other.execute(f"SELECT count(*) FROM stillroom.{name}")  # the rebuilding waits for this transaction
+        rebuilding = threading.Thread(target=table.rebuild_index)
+        rebuilding.start()
+        while not execute(database, "SELECT 1 FROM pg_stat_activity WHERE query LIKE '%CONCURRENTLY stillroom%'"):
+            time.sleep(0.01)
+        assert ranking(a.search("vault")) == before
+        assert rebuilding.is_alive()
+    rebuilding.join()
+    assert execute(database, number) != old
+    indexes = f"SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = 'stillroom.{name}'::regclass"
+    assert {one for (one,) in execute(database, indexes)} == {f"stillroom.{name}_{end}" for end in ("pkey", "hnsw")}
 
 
 def test_missing_extension_is_named(open_on: Open, database: str, monkeypatch: pytest.MonkeyPatch) -> None:

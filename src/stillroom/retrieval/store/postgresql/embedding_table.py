@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stillroom.config.settings import IndexConfig
-from stillroom.errors import ConfigError, DatabaseUnavailableError, IndexUnavailableError
+from stillroom.errors import ConfigError, DatabaseUnavailableError, IndexUnavailableError, KnowledgeBaseBusyError
 from stillroom.retrieval.store.postgresql import statements as sql
 from stillroom.retrieval.store.postgresql.database import Connection, Database
 from stillroom.retrieval.store.vector_table import MOST_CANDIDATES, StoredVectors
@@ -28,6 +28,9 @@ _FIRST_WITH_ITERATIVE_SCANS = (0, 8)
 """Versions of pgvector."""
 
 _BATCH = 1000
+_READS = {"jit": "off", "lock_timeout": "1s"}
+"""Settings of reads. Compiling a plan takes longer than a search. Nothing that Stillroom does locks readers out, and
+while something else does, each search of the process waits for those before it."""
 _HEADER_BYTES = 4
 """`vector_send` begins with the dimension and a zero, of two bytes each."""
 
@@ -141,17 +144,25 @@ class EmbeddingTable:
                 cursor.executemany(_PUT.format(table=self._table), content)
 
     def rebuild_index(self) -> None:
-        with self._searching(), self._database.transaction() as connection:
-            connection.execute("SET LOCAL statement_timeout = 0")
-            connection.execute(f"REINDEX INDEX stillroom.{_index_name(self._kb)}")
+        """Build the HNSW index again, while searches and commits of all machines go on."""
+        index = f"stillroom.{_index_name(self._kb)}"
+        with (
+            self._searching(),
+            contextlib.closing(self._database.connect()) as connection,
+            self._database.translating_errors(),
+        ):
+            connection.execute("SET statement_timeout = 0")
+            connection.execute("SET lock_timeout = 0")  # it waits for every older transaction
+            for left_over in ("ccnew", "ccold"):  # by an interrupted run
+                connection.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {index}_{left_over}")
+            connection.execute(f"REINDEX INDEX CONCURRENTLY {index}")
 
     # Inside
 
     def _read(
         self, statement: str, parameters: Sequence[object], settings: Mapping[str, str] | None = None
     ) -> StoredVectors:
-        # compiling a plan takes longer than a search
-        rows = self._database.read(statement, parameters, {"jit": "off", **(settings or {})})
+        rows = self._database.read(statement, parameters, {**_READS, **(settings or {})})
         content = np.frombuffer(b"".join(row[1][_HEADER_BYTES:] for row in rows), dtype=">f4").astype(np.float32)
         ids = np.array([row[0] for row in rows], dtype=np.int64)
         generations = np.array([row[2] for row in rows if len(row) > 2], dtype=np.int64)
@@ -171,6 +182,11 @@ class EmbeddingTable:
             yield
         except DatabaseUnavailableError as error:
             raise IndexUnavailableError(f"{error}. --mode sparse searches by words alone") from error
+        except KnowledgeBaseBusyError as error:
+            raise IndexUnavailableError(
+                f"the vectors in {self._table} of {self._database.address} are locked, for example by a REINDEX or a "
+                "restore; try again later. --mode sparse searches by words alone"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
