@@ -207,6 +207,39 @@ def test_reading_needs_select_on_the_vectors(open_on: Open, docs: Path, database
 
 
 @pytest.mark.usefixtures("extension")
+def test_new_table_has_the_grants_of_the_others(
+    open_on: Open, docs: Path, tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_on("a", create=True)
+    name = database.partition("?")[0].rpartition("/")[2]
+    reader, writer = f"Reader {name}", f"writer_{name}"
+    for user, granted in ((reader, "SELECT"), (writer, "SELECT, INSERT, UPDATE, DELETE")):
+        execute(database, f'CREATE ROLE "{user}" LOGIN')
+        execute(database, f'GRANT USAGE ON SCHEMA stillroom TO "{user}"')
+        execute(database, f'GRANT {granted} ON ALL TABLES IN SCHEMA stillroom TO "{user}"')
+    execute(database, f"GRANT USAGE ON ALL SEQUENCES IN SCHEMA stillroom TO {writer}")
+
+    def opened(user: str, kb: str, *, create: bool = False) -> KnowledgeBase:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / user.partition(" ")[0]))
+        url = database.replace("postgres:@", f"{user.replace(' ', '%20')}:@")
+        return KnowledgeBase.open(f"{url}&kb={kb}", CONFIG, create=create)
+
+    with opened("postgres", "second", create=True) as owner, opened(writer, "second") as changing:
+        assert changing.add([docs]).num_added == 2
+        with opened(reader, "second") as reading:
+            assert len(reading.search("vault", mode="dense").results) == 2
+        assert owner.num_documents == 0
+    execute(database, f"GRANT CREATE ON SCHEMA stillroom TO {writer}")
+    execute(database, f"GRANT REFERENCES ON stillroom.vectors TO {writer}")
+    with opened(writer, "third", create=True) as third, opened("postgres", "third") as owner:
+        third.add([docs])
+        with opened(reader, "third") as reading:
+            assert len(reading.search("vault", mode="dense").results) == 2
+        corpus_of(owner).refresh()
+        owner.remove([str(docs / "cats.md")])
+
+
+@pytest.mark.usefixtures("extension")
 def test_migrating_into_pgvector_and_back_keeps_every_vector(open_on: Open, docs: Path, tmp_path: Path) -> None:
     target = open_on("a", create=True, config=CONFIG)
     with KnowledgeBase.open(tmp_path / "kb", StillroomConfig(), create=True) as folder:

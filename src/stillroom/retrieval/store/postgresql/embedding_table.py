@@ -41,6 +41,10 @@ _CREATE = """CREATE TABLE {table} (
     FOREIGN KEY (kb, chunk_id) REFERENCES stillroom.vectors (kb, chunk_id) ON DELETE CASCADE)"""
 _CREATE_INDEX = """CREATE INDEX {name} ON {table} USING hnsw ({column} {type}_ip_ops)
     WITH (m = {m}, ef_construction = {ef_construction})"""
+_SELECT_GRANTS = """SELECT format('GRANT %s ON {table} TO %s', one.privilege_type,
+    CASE one.grantee WHEN 0 THEN 'PUBLIC' ELSE one.grantee::regrole::text END)
+    FROM pg_class c, aclexplode(coalesce(c.relacl, acldefault('r', c.relowner))) one
+    WHERE c.oid = 'stillroom.vectors'::regclass AND one.privilege_type IN ('SELECT', 'INSERT', 'UPDATE', 'DELETE')"""
 _PUT = """INSERT INTO {table} (chunk_id, embedding) VALUES (%s, %s) ON CONFLICT (chunk_id)
     DO UPDATE SET embedding = excluded.embedding"""
 _SELECT = "SELECT e.chunk_id, vector_send(e.embedding) FROM {table} e"
@@ -52,6 +56,8 @@ _NO_INDEX = "+ 0"
 
 def create_embeddings(connection: Connection, kb: int, index: IndexConfig, dimension: int) -> None:
     """Make the table of a new knowledge base, and its HNSW index, and shut out programs that do not know them.
+
+    Who may read or change `stillroom.vectors` may do so with the new table.
 
     Raises:
         ConfigError: The database lacks pgvector, or has an old version; or vectors have too many dimensions for it.
@@ -70,6 +76,8 @@ def create_embeddings(connection: Connection, kb: int, index: IndexConfig, dimen
             name=_index_name(kb), table=table, column=column.indexed("embedding"), type=column.type, **settings
         )
     )
+    for (grant,) in connection.execute(_SELECT_GRANTS.format(table=table)).fetchall():
+        connection.execute(grant)
     connection.execute(sql.RAISE_VERSION)
 
 
