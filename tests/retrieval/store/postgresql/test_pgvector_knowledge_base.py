@@ -182,6 +182,19 @@ def test_missing_extension_is_named(open_on: Open, database: str, monkeypatch: p
     assert execute(database, "SELECT version FROM stillroom.format") == [(2,)], "older releases refuse it"
 
 
+def test_extension_in_a_schema_that_is_not_searched_is_named(open_on: Open, docs: Path, database: str) -> None:
+    execute(database, 'CREATE SCHEMA "more types"')
+    execute(database, 'CREATE EXTENSION vector SCHEMA "more types"')
+    with pytest.raises(ConfigError, match='in the schema "more types".*search_path is "\\$user", public'):
+        open_on("a", create=True, config=CONFIG)
+    assert execute(database, "SELECT to_regclass('stillroom.knowledge_bases')") == [(None,)], "nothing was made"
+    name = database.partition("?")[0].rpartition("/")[2]
+    execute(database, f'ALTER DATABASE {name} SET search_path = "$user", public, "more types"')
+    a = open_on("a", create=True, config=CONFIG)
+    a.add([docs])
+    assert len(a.search("vault", mode="dense").results) == 2
+
+
 def test_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knowledge_base, "Embedder", SmallEmbedder)
     with pytest.raises(ConfigError, match="is a folder; give --kb postgresql://"):

@@ -36,6 +36,8 @@ _HEADER_BYTES = 4
 
 _SELECT_VERSION = "SELECT extversion FROM pg_extension WHERE extname = 'vector'"
 _IS_INSTALLED = "SELECT count(*) FROM pg_available_extensions WHERE name = 'vector'"
+_SELECT_PLACE = """SELECT extnamespace::regnamespace::text, current_setting('search_path'),
+    to_regtype('vector') IS NOT NULL FROM pg_extension WHERE extname = 'vector'"""
 _CREATE = """CREATE TABLE {table} (
     kb integer NOT NULL DEFAULT {kb}, chunk_id bigint PRIMARY KEY, embedding vector({dimension}) NOT NULL,
     FOREIGN KEY (kb, chunk_id) REFERENCES stillroom.vectors (kb, chunk_id) ON DELETE CASCADE)"""
@@ -60,7 +62,8 @@ def create_embeddings(connection: Connection, kb: int, index: IndexConfig, dimen
     Who may read or change `stillroom.vectors` may do so with the new table.
 
     Raises:
-        ConfigError: The database lacks pgvector, or has an old version; or vectors have too many dimensions for it.
+        ConfigError: The database lacks pgvector, has an old version, or has it where the user does not find it; or
+            vectors have too many dimensions for it.
     """
     version = _checked_version(connection)
     if dimension > _MOST_HALVES or (dimension > _MOST_WHOLE and version < _FIRST_WITH_HALVES):
@@ -231,6 +234,13 @@ def _checked_version(connection: Connection) -> tuple[int, ...]:
         raise ConfigError(
             f"index.kind = 'pgvector' needs pgvector 0.5 or later, the database has {row[0]}; update the package, then "
             "run: ALTER EXTENSION vector UPDATE"
+        )
+    schema, path, is_found = connection.execute(_SELECT_PLACE).fetchone()
+    if not is_found:
+        raise ConfigError(
+            f"the extension vector is in the schema {schema}, which this user does not find: search_path is {path}. "
+            f"For all users run: ALTER DATABASE ... SET search_path = {path}, {schema}; and: GRANT USAGE ON SCHEMA "
+            f"{schema} TO PUBLIC"
         )
     return version
 
