@@ -1,5 +1,6 @@
 """A knowledge base whose vectors are in pgvector: adding, searching, outages, refusals, moving in and out."""
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -69,6 +70,21 @@ def test_removed_document_is_gone_on_every_machine_at_once(open_on: Open, docs: 
         assert [Path(one.chunk.document_id).name for one in b.search("cats sleep", mode=mode).results] == ["keys.md"]
     execute(database, "DELETE FROM stillroom.knowledge_bases")
     assert execute(database, f"SELECT count(*) FROM {embedding_table.table_of(corpus_of(a)._row.kb)}") == [(0,)]
+
+
+@pytest.mark.usefixtures("extension")
+def test_documented_statement_drops_the_tables_of_dropped_knowledge_bases(open_on: Open, database: str) -> None:
+    a = open_on("a", create=True, config=CONFIG)
+    with KnowledgeBase.open(f"{database}&kb=kept", CONFIG, create=True) as kept:
+        tables = [embedding_table.table_of(corpus_of(one)._row.kb) for one in (a, kept)]
+    execute(database, "DELETE FROM stillroom.knowledge_bases WHERE name = 'docs'")
+    page = (Path(__file__).parents[4] / "docs/postgresql.md").read_text()
+    statement = re.search(r'psql docs -At -c "([^"]*)" \| psql docs', page)
+    assert statement is not None
+    for (drop,) in execute(database, statement[1].replace("\\$", "$")):
+        execute(database, drop)
+    left = [execute(database, f"SELECT to_regclass('{table}')") for table in tables]
+    assert left == [[(None,)], [(tables[1],)]]
 
 
 @pytest.mark.usefixtures("extension")
