@@ -135,9 +135,10 @@ def test_another_model_is_used_once_no_engine_has_the_first() -> None:
     assert (sent.engine, sent.fingerprint, sent.predicted_seconds) == (B, b"g" * 32, None)
 
 
-def test_engine_of_the_fronts_model_replaces_those_of_another_model() -> None:
+def test_engine_of_the_fronts_model_replaces_those_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
     other = replace(INFO, fingerprint=b"g" * 32, model="bigger")
     found = engines(A, info=other)
+    assert "requests go to bigger, as no engine with this front's own model, microworld, takes" in caplog.text
     found.set_addresses([A, B])
     streaming = found.send(prompt(), "", 0.0)
     assert streaming.fingerprint == other.fingerprint

@@ -214,6 +214,12 @@ class FrontEngines:
         return [(other, used) for other, used in infos if used is not None and used.fingerprint != info.fingerprint]
 
     def _use_model(self, info: EngineInfo) -> None:
+        if info.model != self._expected.model:
+            logger.warning(
+                "requests go to %s, as no engine with this front's own model, %s, takes requests",
+                info.model,
+                self._expected.model,
+            )
         self._model = info
         self._keys = PrefixKeys(info.fingerprint, info.tail_tokens) if info.tail_tokens else None
         self._router = LeastLoaded() if info.costs is None else CostRouter(info.costs)
