@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stillroom.cluster.wire import MAX_BODY_BYTES, AnswerRequest
+from stillroom.cluster.wire import MAX_BODY_BYTES, WIRE_VERSION, AnswerRequest
 from stillroom.core.document import Chunk
 from stillroom.core.ids import ChunkId, DocumentId, RequestId
 from stillroom.core.kv import Tier, salt_of
@@ -191,7 +191,7 @@ def changed(**fields: Any) -> dict[str, Any]:
         (b"[" * 200_000, 400, "invalid_value", "the request is not JSON"),
         (b'{"wire": 2, "wire": NaN}', 400, "invalid_value", "NaN is not a number"),
         ([], 400, "invalid_value", "the request is []; it must be an object"),
-        (changed(wire=2), 400, "invalid_value", "version 2 of the engine's protocol"),
+        (changed(wire=WIRE_VERSION + 1), 400, "invalid_value", f"version {WIRE_VERSION + 1} of the engine's protocol"),
         (changed(colour="red"), 400, "invalid_value", "unknown field 'colour'"),
         (changed(segments=[["question", None, [301]]]), 400, "invalid_value", "the model has tokens 0 to 300"),
         (changed(samples=[{"id": "a", "sampling": {}, "generated": [EOS]}]), 400, "invalid_value", "a stop token"),
