@@ -34,13 +34,17 @@ def migrate(
 ) -> None:
     from stillroom.retrieval.knowledge_base import KnowledgeBase
     from stillroom.retrieval.migrating import migrate as run
-    from stillroom.retrieval.migrating import target_manifest
+    from stillroom.retrieval.migrating import side_settings, target_manifest
 
     settings = opening.load_settings(config)
     shown = counting("copying documents", is_shown=not (quiet or as_json))
     with (
-        KnowledgeBase.open(source, settings) as opened,
-        KnowledgeBase.open(target, settings, create=target_manifest(opened.manifest, settings.index, target)) as made,
+        KnowledgeBase.open(source, side_settings(settings, source)) as opened,
+        KnowledgeBase.open(
+            target,
+            side_settings(settings, target, is_target=True),
+            create=target_manifest(opened.manifest, settings.index, target),
+        ) as made,
         shown as on_progress,
     ):
         report = run(opened, made, on_progress)

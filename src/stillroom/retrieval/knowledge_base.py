@@ -52,7 +52,7 @@ from stillroom.retrieval.reranker import Reranker, score_all
 from stillroom.retrieval.store.document_names import documents_at
 from stillroom.retrieval.store.folder import WriteLock
 from stillroom.retrieval.store.manifest import Manifest, new_manifest
-from stillroom.retrieval.store.postgresql.address import local_folder
+from stillroom.retrieval.store.postgresql.address import address_of, local_folder
 from stillroom.retrieval.store.vector_sets import ActiveVectors, VectorSetRecord, VectorSets
 from stillroom.retrieval.stored_documents import StoredDocuments
 from stillroom.retrieval.vector_index import NUM_STAGES
@@ -76,7 +76,7 @@ class KnowledgeBase(StoredDocuments):
             Reranker(reranker, clock, None if weights_of is None else weights_of._reranker) if reranker else None
         )
         self._active = ActiveCorpus(self.corpus, manifest, config, self._open_vectors)
-        self._active.manifest.warn_of_other_model(config, self.path)
+        self._active.manifest.warn_of_other_model(config, address_of(self.path) or self.path)
         self._sets = VectorSets(self.corpus)
         self.hides_folders = False
         self._lock = WriteLock(self.path, clock, self.corpus.check_is_there)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stillroom.config.settings import IndexConfig
+from stillroom.config.settings import IndexConfig, StillroomConfig
 from stillroom.core.document import DocumentInfo
 from stillroom.core.metadata import metadata_to_json
 from stillroom.core.private_files import open_file
@@ -26,7 +26,7 @@ from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus import Corpus
 from stillroom.retrieval.store.document_names import is_upload
-from stillroom.retrieval.store.manifest import Manifest
+from stillroom.retrieval.store.manifest import MACHINE_SETTINGS, SEARCH_SETTINGS, Manifest
 from stillroom.retrieval.store.postgresql.address import address_of
 from stillroom.retrieval.store.sql_rows import PENDING, SourceFile, SourceUpdate, StoredDocument
 
@@ -64,6 +64,16 @@ def target_manifest(source: Manifest, asked: IndexConfig, target: Path) -> Manif
     if source.index.kind != "pgvector":
         return source
     return dataclasses.replace(source, index=IndexConfig() if asked.kind == "pgvector" else asked)
+
+
+def side_settings(settings: StillroomConfig, side: Path, *, is_target: bool = False) -> StillroomConfig:
+    """Return the user's settings for opening one side: the index that they ask for is that of the target, and pgvector
+    that of the side in PostgreSQL, so neither is said to be ignored by the other side."""
+    asked = settings.index
+    if is_target and (asked.kind != "pgvector" or address_of(Path(os.path.abspath(side))) is not None):
+        return settings
+    kept = {name: getattr(asked, name) for name in (*SEARCH_SETTINGS, *MACHINE_SETTINGS)}
+    return dataclasses.replace(settings, index=IndexConfig(**kept))
 
 
 def migrate(source: KnowledgeBase, target: KnowledgeBase, on_progress: OnProgress) -> MigrationReport:

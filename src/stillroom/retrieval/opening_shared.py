@@ -26,7 +26,7 @@ from stillroom.retrieval.opened_folder import OpenedFolder
 from stillroom.retrieval.store.folder import CORPUS, MANIFEST
 from stillroom.retrieval.store.manifest import Manifest, load_manifest
 from stillroom.retrieval.store.postgresql.address import DatabaseAddress, make_local_folder
-from stillroom.retrieval.store.postgresql.database import Connection, Database, KnowledgeBaseRow
+from stillroom.retrieval.store.postgresql.database import ADVICE, Connection, Database, KnowledgeBaseRow
 from stillroom.retrieval.store.postgresql.embedding_table import EmbeddingTable, create_embeddings
 from stillroom.retrieval.store.postgresql.local_copy import copied_at, copied_row, prepare_copy
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
@@ -61,7 +61,7 @@ def open_shared(
     except BaseException:
         database.close()
         raise
-    manifest.warn_of_ignored_settings(config, folder)
+    manifest.warn_of_ignored_settings(config, address)
     corpus.follow()
     return OpenedFolder(folder, manifest, corpus)
 
@@ -106,8 +106,12 @@ def _open_copy(folder: Path, database: Database, error: DatabaseUnavailableError
     when = (
         "" if unix is None else f", whose last change is of {datetime.datetime.fromtimestamp(unix):%Y-%m-%d %H:%M:%S}"
     )
-    logger.warning("%s. Searches use the copy in %s%s", error, folder, when)
     manifest = load_manifest(folder / MANIFEST)
+    if manifest.index.kind == "pgvector":  # who needs the server gets the error, with its reason
+        logger.warning("%s is away. Searches by words use the copy in %s%s", database.address, folder, when)
+    else:
+        reason = str(error).removesuffix(f"; {ADVICE}")
+        logger.warning("%s. Searches use the copy in %s%s", reason, folder, when)
     corpus = PostgresCorpus(path, database, row, embeddings=_embeddings(manifest, database.address, row.kb))
     corpus.note_outage()
     return corpus, manifest
@@ -117,7 +121,7 @@ def _embeddings(manifest: Manifest, address: DatabaseAddress, kb: int) -> Embedd
     """Return the table of the vectors, with a connection of its own, so that searches do not wait for commits."""
     if manifest.index.kind != "pgvector":
         return None
-    return EmbeddingTable(Database(address), kb, manifest.dimension)
+    return EmbeddingTable(Database(address, only_reads=True), kb, manifest.dimension)
 
 
 def _nothing(connection: Connection, kb: int) -> None:

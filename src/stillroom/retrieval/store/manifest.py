@@ -82,26 +82,30 @@ class Manifest:
             index=self._merged_index(config.index),
         )
 
-    def warn_of_ignored_settings(self, config: StillroomConfig, path: Path) -> None:
+    def warn_of_ignored_settings(self, config: StillroomConfig, where: object) -> None:
         """Log the settings of `config` that are ignored because the knowledge base was made with others. A default
-        value counts as not set."""
+        value counts as not set.
+
+        Args:
+            where: Folder or URL, as the user knows it.
+        """
         sections = (("chunker", self.chunker, config.chunker), ("index", self.index, config.index))
         ignored = [setting for name, made, asked in sections for setting in _ignored_settings(name, made, asked)]
         if ignored:
             logger.warning(
                 "%s keeps the settings it was made with: %s; to change them, add the files to a new knowledge base",
-                path,
+                where,
                 ", ".join(ignored),
             )
 
-    def warn_of_other_model(self, config: StillroomConfig, path: Path) -> None:
-        """Log that the embedder in `config` is not used yet, if it is another one."""
+    def warn_of_other_model(self, config: StillroomConfig, where: object) -> None:
+        """Log that the embedder in `config` is not used yet, if it is another one. `where` as above."""
         asked = config.embedder
         if self._agreed_model(asked) != asked.model and asked.model != EmbedderConfig().model:
             logger.warning(
                 "%s is searched with the embedder %s, which made its vectors, and not with embedder.model = %s; to "
                 "change it: stillroom reembed --model %s (a server does so by itself)",
-                path,
+                where,
                 self.model,
                 asked.model,
                 asked.model,

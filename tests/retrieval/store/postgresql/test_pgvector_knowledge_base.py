@@ -107,7 +107,9 @@ def test_vector_that_another_machine_replaced_is_not_used_for_the_old_text(open_
 
 
 @pytest.mark.usefixtures("extension")
-def test_words_are_searched_while_the_server_is_away(open_on: Open, docs: Path, switch: Switch) -> None:
+def test_words_are_searched_while_the_server_is_away(
+    open_on: Open, docs: Path, switch: Switch, caplog: pytest.LogCaptureFixture
+) -> None:
     a = open_on("a", create=True, config=CONFIG)
     a.add([docs])
     before = ranking(a.search("vault"))
@@ -124,8 +126,10 @@ def test_words_are_searched_while_the_server_is_away(open_on: Open, docs: Path, 
     a.close()
     again = open_on("a")
     assert again.search("vault", mode="sparse").results
-    with pytest.raises(IndexUnavailableError):
+    with pytest.raises(IndexUnavailableError) as refused:
         again.search("vault")
+    assert "nothing was changed" not in f"{refused.value}{caplog.text}", "a search changes nothing"
+    assert "is away. Searches by words use the copy" in caplog.text and "cannot be reached" not in caplog.text
     switch(on=True)
     assert ranking(again.search("vault")) == before, "the same process goes on"
 
@@ -297,6 +301,15 @@ def test_commands_work_with_vectors_in_pgvector(
     monkeypatch.setenv("STILLROOM_INDEX__KIND", "pgvector")
     moved = run("migrate", str(tmp_path / "kb"), url)
     assert moved.code == 0, moved.err
+    assert "keeps the settings" not in moved.err
+    back = run("migrate", url, str(tmp_path / "back"))
+    assert back.code == 0 and "keeps the settings" not in back.err, back.err
+    flat = f"{database}&kb=flat"
+    monkeypatch.delenv("STILLROOM_INDEX__KIND")
+    assert run("migrate", str(tmp_path / "kb"), flat).code == 0
+    monkeypatch.setenv("STILLROOM_INDEX__KIND", "pgvector")
+    existing = run("migrate", str(tmp_path / "kb"), flat)
+    assert existing.err.count("keeps the settings") == 1 and "kb=flat keeps the settings" in existing.err, existing.err
     monkeypatch.delenv("STILLROOM_INDEX__KIND")
     refused = run("reembed", "--model", "/other", "--kb", url)
     assert refused.code != 0 and "cannot be changed in place" in refused.err

@@ -40,7 +40,8 @@ _CONNECTING = {
 _SESSION = f"""SET lock_timeout = '{_MAX_WAIT_S}s'; SET statement_timeout = '{_MAX_STATEMENT_S}s';
     SET idle_in_transaction_session_timeout = '{_MAX_STATEMENT_S}s'; SET client_encoding = 'UTF8'"""
 
-_REST = "nothing was changed. Start the server or correct --kb, then run the same command again"
+ADVICE = "nothing was changed. Start the server or correct --kb, then run the same command again"
+_ADVICE_FOR_READS = "start the server or correct --kb, then try again"
 _NO_SUCH_DATABASE, _FULL, _LOCK_TIMEOUT = "3D000", "53", "55P03"
 _CONFLICTS = ("40P01", "40001")
 _WRONG_USER = ("28000", "28P01")
@@ -73,8 +74,10 @@ class KnowledgeBaseRow:
 class Database:
     """The database of one knowledge base. Thread-safe: transactions of this object run one at a time."""
 
-    def __init__(self, address: DatabaseAddress) -> None:
+    def __init__(self, address: DatabaseAddress, *, only_reads: bool = False) -> None:
+        """`only_reads`: For reads: messages do not say that nothing was changed."""
         self.address = address
+        self._advice = _ADVICE_FOR_READS if only_reads else ADVICE
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 
@@ -244,7 +247,7 @@ class Database:
             return DatabaseUnavailableError(
                 f"{self.address}: {reason}; make the database with createdb, or correct --kb"
             )
-        return DatabaseUnavailableError(f"{self.address} cannot be reached: {reason}; {_REST}")
+        return DatabaseUnavailableError(f"{self.address} cannot be reached: {reason}; {self._advice}")
 
     def _connected(self) -> Connection:
         """Precondition: the lock is held."""

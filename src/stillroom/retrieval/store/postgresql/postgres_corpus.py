@@ -20,7 +20,7 @@ from stillroom.core.clock import Clock, SystemClock
 from stillroom.core.document import Chunk
 from stillroom.core.ids import DocumentId
 from stillroom.core.private_files import make_folder, open_file
-from stillroom.errors import DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
+from stillroom.errors import DatabaseRefusedError, DatabaseUnavailableError, KnowledgeBaseBusyError, StorageError
 from stillroom.retrieval.store import sql_rows
 from stillroom.retrieval.store.corpus import CopyState
 from stillroom.retrieval.store.corpus_file import separate_connection
@@ -129,7 +129,12 @@ class PostgresCorpus(SqliteCorpus):
             return found
         ids = [int(chunk.chunk_id) for chunk, _ in found]
         known = dict(self._select_in(_SELECT_GENERATIONS, ids))
-        stored = self._embeddings.stored(ids)
+        try:
+            stored = self._embeddings.stored(ids)
+        except DatabaseRefusedError:
+            raise
+        except DatabaseUnavailableError as error:
+            raise DatabaseUnavailableError(f"nothing was changed: {error}") from error
         vectors = {
             chunk_id: vector
             for chunk_id, generation, vector in zip(
