@@ -80,7 +80,10 @@ class KnowledgeBase(StoredDocuments):
         self._sets = VectorSets(self.corpus)
         self.hides_folders = False
         self._lock = WriteLock(self.path, clock, self.corpus.check_is_there)
-        self._repairs = Repairs(self.path, lambda: self._active.current().indexes, self._lock, clock)
+        self._repairs = Repairs(
+            self.path, lambda: self._active.current().indexes, self._lock, clock, follows=self.corpus.is_copy
+        )
+        self.corpus.after_each_look(self._repairs.follow_look)
         self._search = RepairedSearch(self._active, self._repairs)
         self._reembedding = BackgroundReembedding(
             lambda on_progress, stop: self.reembed(

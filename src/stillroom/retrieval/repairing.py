@@ -3,6 +3,9 @@
 A search waits for the first repair after opening; later repairs run in the background. If another process holds the
 write lock, that process does the repair. If the folder cannot be written, searches use the indexes as they are, and
 missing postings are made for this process only.
+
+In a copy of a database, other machines change the documents. There the postings follow each look at the database
+(`follow_look`), so that words find what vectors find; a dense index in memory follows by itself.
 """
 
 import contextlib
@@ -34,19 +37,31 @@ class Repairs:
     """Index updates of one open knowledge base. Thread-safe."""
 
     def __init__(
-        self, folder: Path, indexes: Callable[[], Indexes], lock: WriteLock, clock: Clock, spawn: Spawn | None = None
+        self,
+        folder: Path,
+        indexes: Callable[[], Indexes],
+        lock: WriteLock,
+        clock: Clock,
+        spawn: Spawn | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
         """
         Args:
             folder: Folder of the knowledge base, for messages.
             indexes: Returns the indexes of the active vectors.
             spawn: Runs background repairs; None uses a thread.
+            follows: Whether the folder is a copy of a database, and `follow_look` is called. Then every process of this
+                machine repairs after a look, and the first search waits for another one that is doing it.
         """
+        self._follows = follows
         self._folder = folder
         self._current_indexes, self._lock, self._clock = indexes, lock, clock
         self._background = Background("stillroom-repair")
         self._spawn = spawn or self._background.run
         self._is_checked = self._has_warned = False
+        self._is_dense_file_late = False
+        """Whether only the postings were written since the last check."""
         self._next_check = 0.0
         self._repairing_words = Lock()
 
@@ -83,15 +98,34 @@ class Repairs:
         if not self._is_checked:
             self._is_checked, self._next_check = True, now + _CHECK_INTERVAL_S
             try:
-                self._repair()
+                self._repair(joins_repair=self._follows)
             except IndexUnavailableError:
                 self._is_checked = not needs_vectors  # a sparse search needs no server
                 if needs_vectors:
                     raise
         elif now >= self._next_check:
             self._next_check = now + _CHECK_INTERVAL_S
-            if self._indexes.is_sparse_behind() or self._indexes.are_sparse_files_damaged():
+            is_late, self._is_dense_file_late = self._is_dense_file_late, False
+            if is_late or self._indexes.is_sparse_behind() or self._indexes.are_sparse_files_damaged():
                 self._spawn(self._repair_in_background)
+
+    def follow_look(self) -> None:
+        """Bring the postings up to date after a look at the database; cheap if they are.
+
+        Nothing happens before the first search, which waits for a repair itself. If the lock is held, the holder writes
+        them, or the next look does.
+        """
+        if not self._is_checked or not self._indexes.is_sparse_behind():
+            return
+        try:
+            with self._lock.held(REPAIR):
+                if self._indexes.is_sparse_behind():
+                    self._indexes.write_sparse()
+                    self._is_dense_file_late = True
+        except StorageError as error:
+            self._go_on_without_files(error)
+        except KnowledgeBaseError:  # the lock is held; or a search finds the same error, and reports it
+            pass
 
     def repair_words(self) -> None:
         """Rebuild the postings after a search has found them damaged. Concurrent callers wait.
@@ -125,18 +159,21 @@ class Repairs:
         with contextlib.suppress(IndexUnavailableError):  # the postings are written; dense searches get the error
             self._repair()
 
-    def _repair(self) -> None:
+    def _repair(self, *, joins_repair: bool = False) -> None:
         try:
             if self._indexes.needs_write():
-                with self._lock.held(REPAIR):
+                with self._lock.held(REPAIR, joins_repair=joins_repair):
                     self._indexes.write()
         except KnowledgeBaseBusyError:
             pass
         except StorageError as error:
-            consequence = self._update_in_memory()
-            if not self._has_warned:
-                logger.warning("%s; until then %s", error, consequence)
-            self._has_warned = True
+            self._go_on_without_files(error)
+
+    def _go_on_without_files(self, error: StorageError) -> None:
+        consequence = self._update_in_memory()
+        if not self._has_warned:
+            logger.warning("%s; until then %s", error, consequence)
+        self._has_warned = True
 
     def _update_in_memory(self) -> str:
         """Make missing postings without writing to the folder. Returns the consequence for searches."""

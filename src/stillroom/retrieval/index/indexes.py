@@ -232,6 +232,11 @@ class Indexes:
         with self._translating_errors():
             self._write_dense()
 
+    def write_sparse(self) -> None:
+        """Bring the sparse index up to date, and not the dense one. Needs the write lock. Raises as `write`."""
+        with self._translating_errors():
+            self._write_sparse()
+
     def write_collection(self) -> None:
         """Bring a Qdrant collection up to date; no-op for other indexes. Needs the write lock. Raises as `write`.
 

@@ -10,7 +10,7 @@ misses, or is rebuilt from the corpus without embedding anything again.
 
 import contextlib
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +63,11 @@ class Corpus(Protocol):
     @property
     def copy_state(self) -> CopyState | None:
         """How the copy stands; None if the corpus is none. Cheap."""
+        ...
+
+    def after_each_look(self, job: Callable[[], None]) -> None:
+        """Let the thread that brings commits of other machines into the copy call `job` after each look. No-op if the
+        corpus is no copy."""
         ...
 
     def close(self) -> None:

@@ -119,13 +119,14 @@ class WriteLock:
         """The thread in `reserved`, while it is not in `held`."""
 
     @contextlib.contextmanager
-    def held(self, action: str, *, timeout_s: float = 0.0) -> Iterator[None]:
+    def held(self, action: str, *, timeout_s: float = 0.0, joins_repair: bool = False) -> Iterator[None]:
         """Hold the lock. Leftovers of killed writers are removed first.
 
         Args:
             action: Shown to other processes that are refused meanwhile.
             timeout_s: Time to wait for another holder; at least 10 s for a repair or a switch to another
                 embedder, unless this is a repair.
+            joins_repair: Let a repair wait for another one, too.
 
         Raises:
             KnowledgeBaseBusyError: Another process or thread holds the lock; the message names it.
@@ -141,7 +142,7 @@ class WriteLock:
             return
         self._check()  # otherwise this could lock another folder
         try:
-            lock = self._acquired(action, timeout_s)
+            lock = self._acquired(timeout_s, waits=action != REPAIR or joins_repair)
         except Timeout as error:
             raise KnowledgeBaseBusyError(
                 f"another process is writing to {self._folder}{self._holder()}; wait until it has finished, then retry"
@@ -161,12 +162,12 @@ class WriteLock:
                     (self._folder / _WRITER).unlink(missing_ok=True)
             lock.release()
 
-    def _acquired(self, action: str, timeout_s: float) -> FolderLock:
+    def _acquired(self, timeout_s: float, *, waits: bool) -> FolderLock:
         lock = FolderLock(self._folder / _LOCK, timeout_s)
         try:
             lock.acquire()
         except Timeout:
-            if action == REPAIR or self._holder_note().get("what") not in (REPAIR, REEMBED):
+            if not waits or self._holder_note().get("what") not in (REPAIR, REEMBED):
                 raise
             lock = FolderLock(self._folder / _LOCK, _OPENING_TIMEOUT_S)
             lock.acquire()

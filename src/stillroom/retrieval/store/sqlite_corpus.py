@@ -79,6 +79,9 @@ class SqliteCorpus:
     def copy_state(self) -> CopyState | None:
         return None
 
+    def after_each_look(self, job: Callable[[], None]) -> None:
+        pass
+
     def close(self) -> None:
         """Idempotent."""
         with self._lock, self._quick_lock:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stillroom.config.settings import StillroomConfig
+from stillroom.core.clock import Clock
 from stillroom.retrieval import knowledge_base
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
@@ -22,11 +23,16 @@ def open_on(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     opened: list[KnowledgeBase] = []
 
     def open_one(
-        machine: str, *, create: bool = False, config: StillroomConfig | None = None, user: str = "postgres"
+        machine: str,
+        *,
+        create: bool = False,
+        config: StillroomConfig | None = None,
+        user: str = "postgres",
+        clock: Clock | None = None,
     ) -> KnowledgeBase:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
         url = f"{database.replace('postgres:@', f'{user}:@')}&kb=docs"
-        kb = KnowledgeBase.open(url, config or StillroomConfig(), create=create)
+        kb = KnowledgeBase.open(url, config or StillroomConfig(), create=create, clock=clock)
         opened.append(kb)
         return kb
 

@@ -16,6 +16,12 @@ def corpus_of(kb: KnowledgeBase) -> PostgresCorpus:
     return kb.corpus
 
 
+def look(kb: KnowledgeBase) -> None:
+    """Look once at the database, as the thread of the machine does."""
+    with corpus_of(kb)._database.connection() as connection:
+        corpus_of(kb).look(connection)
+
+
 def found(kb: KnowledgeBase, query: str) -> list[str]:
     corpus_of(kb).refresh()
     return [Path(one.chunk.document_id).name for one in kb.search(query).results]

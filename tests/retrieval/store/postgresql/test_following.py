@@ -5,17 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import Timeout
 
+from stillroom.config.settings import IndexConfig, IndexKind, StillroomConfig
+from stillroom.core.clock import SystemClock, VirtualClock
+from stillroom.core.folder_lock import FolderLock
 from stillroom.core.ids import DocumentId
 from stillroom.errors import (
     KnowledgeBaseNotFoundError,
 )
+from stillroom.retrieval.store.folder import REPAIR, WriteLock
 from stillroom.retrieval.store.postgresql import follower as follower_module
 from stillroom.retrieval.store.postgresql import statements
 from stillroom.retrieval.store.postgresql.follower import Follower
 from stillroom.retrieval.store.postgresql.postgres_corpus import PostgresCorpus
 from tests.retrieval.store.corpus_model import stored
-from tests.retrieval.store.postgresql.shared_machines import Open, corpus_of, execute, rows_of
+from tests.retrieval.store.postgresql.shared_machines import Open, corpus_of, execute, look, rows_of
 from tests.retrieval.store.test_any_corpus import open_postgres
 
 pytestmark = pytest.mark.postgres
@@ -50,6 +55,79 @@ def _expect_change(a: PostgresCorpus, b: PostgresCorpus, look_every_s: float) ->
     follower.end()
     a.close()
     b.close()
+
+
+@pytest.mark.parametrize("kind", ["flat", "pgvector"])
+def test_words_of_a_change_are_found_after_the_look_that_copies_it(
+    open_on: Open, docs: Path, database: str, kind: IndexKind
+) -> None:
+    if kind == "pgvector":
+        execute(database, "CREATE EXTENSION vector")
+    config = StillroomConfig(index=IndexConfig(kind=kind))
+    a, b = open_on("a", create=True, config=config), open_on("b", create=True, config=config)
+    a.add([docs])
+    look(b)
+    assert b.search("vault", mode="sparse").results, "the first search completes the postings"
+    for word in ("xylophone", "zither"):
+        (docs / "keys.md").write_text(f"# Keys\n\nRotate the {word} of the vault.\n")
+        a.add([docs])
+        look(b)  # the test's time stands still, so that no search does it
+        assert [word in one.chunk.text for one in b.search(word, mode="sparse").results] == [True]
+    assert not b.search("xylophone", mode="sparse").results
+    a.remove([str(docs / "keys.md")])
+    look(b)
+    assert not b.search("zither", mode="sparse").results
+
+
+def test_postings_that_another_process_writes_follow_with_the_next_look(open_on: Open, docs: Path) -> None:
+    a, b = open_on("a", create=True), open_on("b", create=True)
+    a.add([docs])
+    look(b)
+    assert b.search("vault", mode="sparse").results
+    (docs / "keys.md").write_text("# Keys\n\nRotate the xylophone.\n")
+    a.add([docs])
+    with WriteLock(b.path, SystemClock()).held("add"):
+        look(b)
+    assert not b.search("xylophone", mode="sparse").results
+    look(b)
+    assert b.search("xylophone", mode="sparse").results
+
+
+def test_file_of_a_local_index_follows_the_postings(open_on: Open, docs: Path) -> None:
+    clock = VirtualClock()
+    a, b = open_on("a", create=True), open_on("b", create=True, clock=clock)
+    a.add([docs])
+    look(b)
+    assert b.search("vault").results
+    (docs / "keys.md").write_text("# Keys\n\nRotate the xylophone.\n")
+    a.add([docs])
+    look(b)
+    assert b.indexes.needs_write(), "only the postings were written"
+    clock.advance(5.0)
+    b.search("vault")
+    b._repairs.close()  # waits
+    assert not b.indexes.needs_write()
+
+
+def test_first_search_waits_for_a_repair_of_another_process(
+    open_on: Open, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_on("a", create=True), open_on("b", create=True)
+    a.add([docs])
+    look(b)
+    asked: list[float] = []
+
+    def acquire(lock: FolderLock) -> None:
+        asked.append(lock._timeout_s)
+        if len(asked) == 1:
+            raise Timeout("held")
+        original(lock)
+
+    original = FolderLock.acquire
+    monkeypatch.setattr(FolderLock, "acquire", acquire)
+    monkeypatch.setattr(WriteLock, "_holder_note", lambda _: {"what": REPAIR})
+    assert b.search("vault", mode="sparse").results
+    assert asked == [0.0, 10.0]
 
 
 def test_removed_knowledge_base_is_noticed(open_on: Open, docs: Path, database: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -78,11 +78,15 @@ class PostgresCorpus(SqliteCorpus):
         """Revision that the copy showed last."""
         self._embedding_with: int | None = None
         """Number of the vector set with whose model this machine embeds; None takes that of the copy."""
-        self._follower = Follower(database, row.kb, self.catch_up, look_every_s)
+        self._after_look: Callable[[], None] = lambda: None
+        self._follower = Follower(database, row.kb, self.look, look_every_s)
 
     def follow(self) -> None:
         """Begin to bring commits of other machines into the copy. Idempotent."""
         self._follower.begin()
+
+    def after_each_look(self, job: Callable[[], None]) -> None:
+        self._after_look = job
 
     def note_outage(self) -> None:
         """Note that the server cannot be reached, and that the caller has logged it."""
@@ -216,6 +220,11 @@ class PostgresCorpus(SqliteCorpus):
             if row is None or row[2] != self._shown or row[0] != self.corpus_id:
                 self._shown = catch_up(self._path, connection, self._row, self._clock.unix())
             self._caught_up_at = self._clock.monotonic()
+
+    def look(self, connection: Connection) -> None:
+        """Bring the copy up to date, then what is made of it (`after_each_look`). Raises as `catch_up`."""
+        self.catch_up(connection)
+        self._after_look()
 
     def refresh(self) -> None:
         """Bring the copy up to date. Raises as `Database.transaction` and `catch_up`."""
