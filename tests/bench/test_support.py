@@ -78,7 +78,7 @@ def test_true_sentences_are_marked_more_often_than_false_ones(data: Path, monkey
     class FakeEmbedder:
         def __init__(self, config: object) -> None: ...
 
-        def embed_queries(self, texts: list[str]) -> NDArray[np.float32]:
+        def embed_sentences(self, texts: list[str]) -> NDArray[np.float32]:
             return np.full((len(texts), 2), np.sqrt(0.5), np.float32)
 
     monkeypatch.setattr(support, "Embedder", FakeEmbedder)

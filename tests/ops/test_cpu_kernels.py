@@ -303,7 +303,9 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
     for one in kernels:
         if one.stats.cache_path is None:
             pytest.skip("there is no folder to keep code in")
-        names = {name for name, *_ in one._cache._cache_file._source_stamp}
+        sources, has_tiles = one._cache._cache_file._source_stamp
+        assert isinstance(has_tiles, bool)
+        names = {name for name, *_ in sources}
         assert names == {
             "cpu_attention.py",
             "cpu_code_scan.py",
@@ -314,6 +316,7 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
             "cpu_kernels.py",
             "cpu_narrow.py",
             "cpu_products.py",
+            "cpu_tiles.py",
             "cpu_vectors.py",
         }
 
