@@ -166,7 +166,7 @@ def test_question_without_results_is_refused(stillroom: Stillroom, options: AskO
         stillroom.ask(question, options)
     with pytest.raises(NothingFoundError):
         asyncio.run(_awaited(stillroom.astream(question, options)))
-    assert stillroom.num_free_blocks == stillroom.num_blocks
+    until(lambda: stillroom.num_free_blocks == stillroom.num_blocks)  # a cancelled request ends in a step of its own
 
 
 def test_question_that_leaves_no_room_for_a_document_is_refused(stillroom: Stillroom) -> None:
