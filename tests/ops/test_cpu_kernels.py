@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillroom.ops import cpu_kernels, cpu_products
+from stillroom.ops import cpu_kernels, cpu_products, crossovers
 from stillroom.ops import linear as linear_module
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, spans_of_rows
 from stillroom.ops.cpu_kernels import SPLIT, split_contexts
@@ -72,7 +72,7 @@ def test_number_of_rows_for_the_kernel_ends_where_torch_takes_a_sixth_less(monke
     ratios = iter([0.5, 0.9, 1.2, 1.21, 0.8])
     monkeypatch.setattr(linear_module, "ratio_of_times", lambda _first, _second: next(ratios))
     monkeypatch.setattr(linear_module, "is_float32_faster", lambda: False)
-    monkeypatch.setattr(linear_module.crossovers, "remembered", lambda _name, measure: measure())
+    monkeypatch.setattr(crossovers, "remembered", lambda _name, measure: measure())
     linear_module.most_rows_of_kernel.cache_clear()
     try:
         assert linear_module.most_rows_of_kernel() == 8
@@ -326,7 +326,7 @@ IN_A_PROCESS_OF_ITS_OWN = """
 import sys
 from pathlib import Path
 import numpy as np
-from stillroom.ops import cpu_kernels, cpu_products
+from stillroom.ops import cpu_kernels, cpu_products, crossovers
 from tests.engine.harness import engine_on, random_segments, request
 
 kernels = [cpu_products.linear_scaled, cpu_products.linear_bfloat16, cpu_kernels.rms_norm, cpu_kernels.silu_gate]
