@@ -19,7 +19,7 @@ from tests.fakes import random_checkpoint
 IN_A_PROCESS_OF_ITS_OWN = """
 import inspect, re
 import numpy as np
-from stillroom.ops import cpu_products
+from stillroom.ops import cpu_panels, cpu_products
 from stillroom.ops.cpu_kernels import rms_norm
 
 def ones(*shape, dtype=np.float32):
@@ -28,8 +28,11 @@ def ones(*shape, dtype=np.float32):
 rms_norm(ones(2, 8), ones(8), 1e-5, ones(2, 8))
 for dtype in (np.float32, np.int8):
     cpu_products.linear_scaled(ones(5, 8), ones(3, 8, dtype=dtype), ones(3), ones(5, 3), 1)
-cpu_products.linear_bfloat16(ones(5, 8), ones(3, 4, dtype=np.uint32), ones(5, 3), 1)
-for kernel in (rms_norm, cpu_products.linear_scaled, cpu_products.linear_bfloat16):
+cpu_products._dot_products(ones(5, 32), ones(3, 16, dtype=np.uint32), ones(5, 3), 1)
+for is_wide in (True, False):
+    out = ones(5, 16, dtype=np.float32 if is_wide else np.uint16)
+    cpu_panels.panel_products(ones(5, 32, dtype=np.uint16), ones(16, 16, dtype=np.uint32), out, is_wide, 1)
+for kernel in (rms_norm, cpu_products.linear_scaled, cpu_products._dot_products, cpu_panels.panel_products):
     written = inspect.getsource(kernel.py_func).count("numba.prange(")
     for code in kernel.inspect_llvm().values():
         assert len(set(re.findall("__numba_parfor_gufunc_0x[0-9a-f]+", code))) == written, kernel

@@ -309,6 +309,7 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
         names = {name for name, *_ in sources}
         assert names == {
             "cpu_attention.py",
+            "cpu_blocks.py",
             "cpu_code_scan.py",
             "cpu_codes.py",
             "cpu_compiler.py",
@@ -316,6 +317,7 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
             "cpu_graph_walk.py",
             "cpu_kernels.py",
             "cpu_narrow.py",
+            "cpu_panels.py",
             "cpu_products.py",
             "cpu_tiles.py",
             "cpu_vectors.py",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from stillroom.ops import cpu_vectors
+from stillroom.ops import cpu_blocks, cpu_vectors
 from stillroom.ops.cpu_compiler import kernel
 
 Floats = NDArray[np.float32]
@@ -48,7 +48,7 @@ def _choose(x: Floats, low: Floats, high: Floats, out: Floats) -> bool:
     return is_above
 
 
-_block = cpu_vectors.dot_block(4, 32)
+_block = cpu_blocks.dot_block(4, 32)
 
 
 @kernel
@@ -135,7 +135,7 @@ def test_products_without_the_instruction_are_the_same(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     monkeypatch.setattr(cpu_vectors, "HAS_DOT", False)
-    block = cpu_vectors.dot_block(4, 16)
+    block = cpu_blocks.dot_block(4, 16)
 
     @kernel
     def multiply(sums: Floats, x: NDArray[np.uint16], x_at: NDArray[np.int64], y: NDArray[np.uint32]) -> None:

@@ -1,8 +1,8 @@
 """Fast path for prefill on a CPU with bfloat16 or int8 weights: bfloat16 between two matrix products.
 
 The decoder's general path widens each product's result to float32 and rounds the next product's input to bfloat16.
-Here the kernels between products read and write bfloat16, with the same roundings in the same places. Layers that are
-not plain use the general path.
+Here the kernels between products read and write bfloat16, with the same roundings in the same places, and the kernels
+of products (`ops/cpu_panels.py`) compute what follows them. Layers that are not plain use the general path.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from stillroom.models.weights import LayerWeights
 from stillroom.ops import cpu_kernels
 from stillroom.ops.attention_observers import AttentionObserver
 from stillroom.ops.cpu_compiler import Floats
-from stillroom.ops.linear import is_float32_faster
+from stillroom.ops.linear import are_panels_fastest, is_float32_faster
 from stillroom.ops.row_kernels import rms_norm
 
 # T packed tokens, B rows whose hidden states are wanted, M model dimension, S slots, H query heads, G key/value heads,
@@ -41,7 +41,7 @@ class PrefillPath:
                 is_bfloat16 = linear.weight.device.type == "cpu" and linear.dtype == torch.bfloat16
                 if not is_bfloat16 or linear.bias is not None:
                     return None
-        return None if is_float32_faster() else cls(spec, layers)
+        return None if is_float32_faster() and not are_panels_fastest() else cls(spec, layers)
 
     def supports(self, num_tokens: int) -> bool:
         """Whether there are enough rows for torch's products."""
@@ -67,8 +67,9 @@ class PrefillPath:
                 observer.observe(q_THD, kv_SGD[0], spec.attention_scale, window, spec.attention_softcap)
             if index < last:
                 out_THD = plan.attend(q_THD, kv_SGD, spec.attention_scale, window, spec.attention_softcap)
-                x_TM.add_(layer.output.in_bfloat16(out_THD.flatten(1).to(torch.bfloat16)))
-                x_TM.add_(self._mlp(layer, x_TM))
+                layer.output.add_to(x_TM, out_THD.flatten(1).to(torch.bfloat16))
+                mlp = layer.experts[0]
+                mlp.down.add_to(x_TM, mlp.gate_up.gated_in_bfloat16(self._normed(x_TM, layer.mlp_norm)))
         wanted_B = packed.wanted_B
         if not len(wanted_B):
             return x_TM[:0]
@@ -93,13 +94,6 @@ class PrefillPath:
         cache = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
         cpu_kernels.rotate_and_store(cpu_kernels.array(qkv), rotation, slots, cache, q_THD.numpy())
         return q_THD
-
-    def _mlp(self, layer: LayerWeights, x_TM: torch.Tensor) -> torch.Tensor:
-        mlp = layer.experts[0]
-        gate_up = mlp.gate_up.in_bfloat16(self._normed(x_TM, layer.mlp_norm))
-        inner = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=torch.bfloat16)
-        cpu_kernels.silu_gate(cpu_kernels.array(gate_up), cpu_kernels.array(inner))
-        return mlp.down.in_bfloat16(inner)
 
     def _normed(self, x_TM: torch.Tensor, weight_M: torch.Tensor) -> torch.Tensor:
         out_TM = torch.empty(x_TM.shape, dtype=torch.bfloat16)

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from stillroom.ops.cpu_blocks import dot_block
 from stillroom.ops.cpu_compiler import HAS_TILES, Bits, Floats, inlined, kernel, parallel_kernel
 from stillroom.ops.cpu_tiles import CONFIG, TILE, configure_tiles, release_tiles, tile_block, transpose
 from stillroom.ops.cpu_vectors import (
@@ -21,7 +22,6 @@ from stillroom.ops.cpu_vectors import (
     add,
     any_greater,
     divide,
-    dot_block,
     greater,
     interleave,
     load,

@@ -11,12 +11,12 @@ from typing import Any
 import numba
 import numpy as np
 
+from stillroom.ops.cpu_blocks import dot_codes
 from stillroom.ops.cpu_compiler import SIXTEEN, Floats, as_float, inlined, parallel_kernel
 from stillroom.ops.cpu_elements import read, write
 from stillroom.ops.cpu_vectors import (
     HAS_DOT,
     LANES,
-    dot_codes,
     load,
     look_up,
     multiply,

@@ -12,16 +12,20 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from stillroom.ops.cpu_blocks import dot_rows
 from stillroom.ops.cpu_codes import linear_codes
 from stillroom.ops.cpu_compiler import HAS_TILES, SIXTEEN, Bits, Floats, as_float, inlined, kernel, parallel_kernel
 from stillroom.ops.cpu_elements import read, write
+from stillroom.ops.cpu_panels import panel_products, round_to_bits
 from stillroom.ops.cpu_tiles import CONFIG, TILE, configure_tiles, release_tiles, tile_block, transpose
-from stillroom.ops.cpu_vectors import HAS_BYTE_DOT, HAS_DOT, LANES, dot_rows, load, store, store_halves
+from stillroom.ops.cpu_vectors import HAS_BYTE_DOT, HAS_DOT, LANES, load, store, store_halves
 
 # T tokens, R tokens padded with zeros to a multiple of four, W to one of sixteen, N outputs, M inputs
 
 _HIGH = np.uint32(0xFFFF0000)
-_rows_4x4 = dot_rows(4, 4)
+_MOST_DOTTED = 32
+"""Most rows that are multiplied without packing weights into panels."""
+_rows_4x4, _rows_8x2 = dot_rows(4, 4, prefetches=True), dot_rows(8, 2, prefetches=True)
 _bytes_4x4 = dot_rows(4, 4, has_bytes=True)
 _tiles_2x2, _tiles_2x1 = tile_block(2, 2, prefetches=True), tile_block(2, 1, prefetches=True)
 
@@ -92,33 +96,49 @@ def _tile_products(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int)
 
 
 @parallel_kernel
-def _dot_products(  # noqa: C901  a kernel is one function
-    x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int
-) -> None:
-    """As `linear_bfloat16`, of several rows that are rounded to bfloat16, as many rows are for torch's product."""
+def _dot_products(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) -> None:
+    """As `linear_bfloat16`, of several rows that are rounded to bfloat16, as many rows are for torch's product.
+
+    A thread reads four parts of the matrix side by side, two for five to eight rows, and fetches the rows that follow.
+    """
     num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
-    num_padded = 4 * ((num_rows + 3) // 4)
+    is_one_pass = 4 < num_rows <= 8
+    num_padded = 8 if is_one_pass else 4 * ((num_rows + 3) // 4)
     x_RM = np.zeros((num_padded, 2 * num_pairs), np.uint16)
     for row in range(num_rows):
         for i in range(2 * num_pairs):
             write(x_RM[row], i, x_TM[row, i])
-    part = (num_outputs + 3) // 4
+    num_parts = 2 if is_one_pass else 4
+    part = (num_outputs + num_parts - 1) // num_parts
     for thread in numba.prange(num_threads):
-        at, x_at, y_at = np.empty(LANES, np.int64), np.empty(4, np.int64), np.empty(4, np.int64)
-        sums = np.empty(LANES, np.float32)
-        for place in range(LANES):
-            at[place] = place
-        for first in range(part * thread // num_threads, part * (thread + 1) // num_threads):
-            for stream in range(4):
-                y_at[stream] = min(first + stream * part, num_outputs - 1) * num_pairs
-            for row in range(0, num_padded, 4):
-                for i in range(4):
-                    x_at[i] = (row + i) * 2 * num_pairs
-                _rows_4x4(sums, at, x_RM, x_at, weight, y_at, num_pairs)
-                for i in range(min(4, num_rows - row)):
-                    for stream in range(4):
-                        # past the end, the last output is computed again
-                        out_TN[row + i, min(first + stream * part, num_outputs - 1)] = sums[4 * i + stream]
+        first, end = part * thread // num_threads, part * (thread + 1) // num_threads
+        if is_one_pass:
+            _multiply_parts(_rows_8x2, 8, 2, x_RM, weight, part, first, end, out_TN)
+        else:
+            _multiply_parts(_rows_4x4, 4, 4, x_RM, weight, part, first, end, out_TN)
+
+
+@inlined
+def _multiply_parts(  # noqa: PLR0913  a kernel's call
+    rows: Any, height: Any, num_parts: Any, x_RM: Bits, weight: Bits, part: Any, first: Any, end: Any, out_TN: Floats
+) -> None:
+    """Multiply with the rows from `first` to `end` of each part of the matrix; a part has `part` rows."""
+    num_rows, num_outputs = out_TN.shape
+    num_pairs = weight.shape[1]
+    x_at, y_at, ahead_at = np.empty(height, np.int64), np.empty(num_parts, np.int64), np.empty(num_parts, np.int64)
+    sums = np.empty(LANES, np.float32)
+    for output in range(first, end):
+        for stream in range(num_parts):
+            y_at[stream] = min(output + stream * part, num_outputs - 1) * num_pairs
+            ahead_at[stream] = y_at[stream] + num_pairs
+        for row in range(0, len(x_RM), height):
+            for i in range(height):
+                x_at[i] = (row + i) * 2 * num_pairs
+            rows(sums, x_RM, x_at, weight, y_at, num_pairs, ahead_at)
+            for i in range(min(height, num_rows - row)):
+                for stream in range(num_parts):
+                    # past the end, the last output is computed again
+                    out_TN[row + i, min(output + stream * part, num_outputs - 1)] = sums[num_parts * i + stream]
 
 
 @parallel_kernel
@@ -127,6 +147,9 @@ def linear_bfloat16(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int
     num_rows, num_pairs, num_outputs = x_TM.shape[0], weight.shape[1], weight.shape[0]
     if HAS_TILES and num_rows > 1 and num_pairs % TILE == 0 and num_outputs >= TILE:
         _tile_products(x_TM, weight, out_TN, num_threads)
+        return
+    if HAS_DOT and num_rows > _MOST_DOTTED and num_pairs % LANES == 0 and num_outputs % LANES == 0:
+        panel_products(round_to_bits(x_TM), weight, out_TN, False, num_threads)
         return
     if HAS_DOT and num_rows > 1 and num_pairs % LANES == 0:
         _dot_products(x_TM, weight, out_TN, num_threads)
@@ -253,17 +276,15 @@ def linear_bytes(  # noqa: C901  a kernel is one function
             x_RM[row, i] = np.uint8(np.int32(np.rint(x_TM[row, i] * step)) + 128)
     part = (num_outputs + 3) // 4
     for thread in numba.prange(num_threads):
-        at, x_at, y_at = np.empty(LANES, np.int64), np.empty(4, np.int64), np.empty(4, np.int64)
+        x_at, y_at = np.empty(4, np.int64), np.empty(4, np.int64)
         sums = np.empty(LANES, np.int32)
-        for place in range(LANES):
-            at[place] = place
         for first in range(part * thread // num_threads, part * (thread + 1) // num_threads):
             for stream in range(4):
                 y_at[stream] = min(first + stream * part, num_outputs - 1) * num_inputs
             for row in range(0, num_padded, 4):
                 for i in range(4):
                     x_at[i] = (row + i) * num_inputs
-                _bytes_4x4(sums, at, x_RM, x_at, weight_NM, y_at, num_words)
+                _bytes_4x4(sums, x_RM, x_at, weight_NM, y_at, num_words, y_at)
                 for i in range(min(4, num_rows - row)):
                     for stream in range(4):
                         n = min(first + stream * part, num_outputs - 1)  # past the end, the last is computed again

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from stillroom.ops.cpu_compiler import HAS_TILES
-from stillroom.ops.cpu_vectors import LANES, address
+from stillroom.ops.cpu_vectors import LANES, address, fetch_line
 
 TILE = LANES
 """Rows of a tile; pairs of bfloat16, or sums, in each of its rows."""
@@ -191,7 +191,4 @@ def tile_block(  # noqa: C901  one block of code is emitted
 def _prefetch(builder: Any, start: Any, offset: Any) -> None:
     """Fetch the bytes of a tile, sixteen lines, into the second cache."""
     for line in range(TILE):
-        place = builder.gep(start, [builder.add(offset, _index(4 * TILE * line))])
-        values = [place, *(ir.Constant(_I32, value) for value in (0, 2, 1))]
-        function_type = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0"), values)
+        fetch_line(builder, builder.gep(start, [builder.add(offset, _index(4 * TILE * line))]))

@@ -1,8 +1,9 @@
 """Matrix products with weights, each by the method that is fastest on this machine.
 
 On a CPU activations are float32 for weights of any dtype. Few rows (decoding) use `cpu_products`. Many rows (prefill)
-use torch: the faster of bfloat16 products and float32 products of widened weights, or, if inputs may be rounded to
-8 bits too, int8 products. Other devices use torch's `linear` in the weights' dtype.
+use `cpu_panels` for bfloat16 weights, or torch: the faster of bfloat16 products and float32 products of widened
+weights, or, if inputs may be rounded to 8 bits too, int8 products. Other devices use torch's `linear` in the weights'
+dtype.
 """
 
 import functools
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from stillroom.ops import cpu_kernels, crossovers
 from stillroom.ops.cpu_codes import BLOCK, linear_codes, round_weights, widen_codes
+from stillroom.ops.cpu_panels import can_use_panels, panel_gate, panel_products
 from stillroom.ops.cpu_products import (
     can_multiply_bytes,
     linear_bfloat16,
@@ -27,8 +29,9 @@ from stillroom.ops.cpu_products import (
     round_rows,
     scale_products,
 )
+from stillroom.ops.cpu_vectors import HAS_DOT
 
-# T tokens, M inputs, N outputs
+# T tokens, M inputs, N outputs, I inputs of the second product of a feed-forward layer
 
 MAX_ROWS = 16
 """Most rows for which `cpu_products` beats torch with float32 weights, on two processors with AVX-512. For other
@@ -143,6 +146,22 @@ class Linear:
         """[T, M] -> [T, N], both bfloat16, without the bias: many rows on a CPU that multiplies bfloat16 fast."""
         return self._many_rows(x_TM, torch.bfloat16)
 
+    def gated_in_bfloat16(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] -> [T, N / 2], as `in_bfloat16`: silu(gate) * up of the product, whose columns are gate, then up."""
+        out_TI = torch.empty((len(x_TM), len(self.weight) // 2), dtype=torch.bfloat16)
+        if self._uses_panels(len(self.weight) // 2):
+            self._gate_by_panels(x_TM, out_TI)
+        else:
+            _gate(self.in_bfloat16(x_TM), out_TI)
+        return out_TI
+
+    def add_to(self, out_TN: torch.Tensor, x_TM: torch.Tensor) -> None:
+        """Add the product with x, as `in_bfloat16`, to a contiguous float32 tensor."""
+        if self._uses_panels():
+            self._by_panels(x_TM, out_TN, is_added=True)
+        else:
+            out_TN.add_(self.in_bfloat16(x_TM))
+
     @property
     def most_rows(self) -> int:
         """The most rows for which `cpu_products` is faster than torch; measured in about half a second."""
@@ -181,6 +200,10 @@ class Linear:
 
     def _many_rows(self, x_TM: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The product without its bias, in this dtype."""
+        if self._uses_panels():
+            out_TN = torch.empty((len(x_TM), len(self.weight)), dtype=dtype)
+            self._by_panels(x_TM, out_TN, is_added=False)
+            return out_TN
         if self._rounds_inputs and is_int8_faster():
             return self._with_rounded_inputs(x_TM, dtype)
         wide = torch.bfloat16 if self.dtype == torch.bfloat16 and not is_float32_faster() else torch.float32
@@ -188,6 +211,20 @@ class Linear:
             return self._widened(x_TM, wide).to(dtype)
         out_TN = torch.empty((len(x_TM), len(self.weight)), dtype=dtype)
         return self._scaled(self._widened(x_TM, wide), torch.ones(len(x_TM)), out_TN)
+
+    def _uses_panels(self, num_outputs: int | None = None) -> bool:
+        """Whether `cpu_panels` multiplies many rows, by default with all outputs."""
+        is_bfloat16 = self.weight.dtype == torch.bfloat16 and self._kernel_weight is not None
+        num_outputs = num_outputs or len(self.weight)
+        return is_bfloat16 and can_use_panels(num_outputs, self.weight.shape[1]) and are_panels_fastest()
+
+    def _by_panels(self, x_TM: torch.Tensor, out_TN: torch.Tensor, *, is_added: bool) -> None:
+        x, num_threads = cpu_kernels.array(x_TM.to(torch.bfloat16).contiguous()), cpu_kernels.use_threads()
+        panel_products(x, self._kernel_weight, cpu_kernels.array(out_TN), is_added, num_threads)
+
+    def _gate_by_panels(self, x_TM: torch.Tensor, out_TI: torch.Tensor) -> None:
+        num_threads = cpu_kernels.use_threads()
+        panel_gate(cpu_kernels.array(x_TM), self._kernel_weight, cpu_kernels.array(out_TI), num_threads)
 
     def _widened(self, x_TM: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x_TM = x_TM.to(dtype)
@@ -225,6 +262,11 @@ class Linear:
         return out_TN
 
 
+def _gate(gate_up: torch.Tensor, out_TI: torch.Tensor) -> None:
+    cpu_kernels.use_threads()
+    cpu_kernels.silu_gate(cpu_kernels.array(gate_up), cpu_kernels.array(out_TI))
+
+
 @functools.cache
 def is_float32_faster() -> bool:
     """Return whether this processor multiplies bfloat16 matrices faster after widening them to float32.
@@ -238,6 +280,34 @@ def is_float32_faster() -> bool:
         return ratio_of_times(lambda: F.linear(x, weight.float()), lambda: narrow().float())
 
     return crossovers.remembered("float32 of bfloat16", ratio) <= 1.0
+
+
+@functools.cache
+def are_panels_fastest() -> bool:
+    """Return whether `cpu_panels` computes a feed-forward layer of many rows in less time than torch's products.
+
+    Measured in about 100 ms. On processors with AMX torch is faster.
+    """
+    if not HAS_DOT:
+        return False
+    wide = torch.float32 if is_float32_faster() else torch.bfloat16
+
+    def ratio() -> float:
+        x, weight = _trial(256)
+        up, down = Linear(weight), Linear(weight.view(weight.shape[1], -1)[:, : len(weight) // 2].contiguous())
+        narrow, inner = x.to(torch.bfloat16), torch.empty((len(x), len(weight) // 2), dtype=torch.bfloat16)
+
+        def by_panels() -> None:
+            up._gate_by_panels(narrow, inner)
+            down._by_panels(inner, x, is_added=True)
+
+        def by_torch() -> None:
+            _gate(up._widened(narrow, wide).to(torch.bfloat16), inner)
+            x.add_(down._widened(inner, wide))
+
+        return ratio_of_times(by_panels, by_torch)
+
+    return crossovers.remembered("panels of torch's", ratio) < 1.0
 
 
 @functools.cache
