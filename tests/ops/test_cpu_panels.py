@@ -5,10 +5,11 @@ import torch
 
 from stillroom.ops import cpu_kernels, cpu_panels
 from stillroom.ops import linear as linear_module
+from stillroom.ops.cpu_vectors import HAS_DOT
 from stillroom.ops.linear import Linear
 from tests.ops.test_cpu_kernels import drawn
 
-pytestmark = pytest.mark.skipif(not cpu_panels.HAS_DOT, reason="this processor does not multiply bfloat16")
+pytestmark = pytest.mark.skipif(not HAS_DOT, reason="this processor does not multiply bfloat16")
 
 
 def operands(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
