@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from numba.core.cpu_options import ParallelOptions
 
-from stillroom.ops import cpu_compiler, cpu_kernels, cpu_products
+from stillroom.ops import cpu_compiler, cpu_kernels, cpu_products, cpu_row_attention
 from tests.fakes import random_checkpoint
 
 IN_A_PROCESS_OF_ITS_OWN = """
@@ -79,7 +79,7 @@ def test_a_long_compilation_is_announced_once_and_shows_how_far_it_is(caplog: py
 
 
 def test_options_are_those_of_every_kernel() -> None:
-    kernels: list[Any] = [cpu_kernels.rms_norm, cpu_kernels.attend_rows, cpu_products.linear_scaled]
+    kernels: list[Any] = [cpu_kernels.rms_norm, cpu_row_attention.attend_rows, cpu_products.linear_scaled]
     intended = dict.fromkeys(ParallelOptions.__slots__, False) | {"enabled": True, "prange": True}
     for kernel in kernels:
         for _ in range(2):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stillroom.ops import cpu_kernels, cpu_products, crossovers
 from stillroom.ops import linear as linear_module
 from stillroom.ops.attention import AttentionPlan, AttentionSpan, attend_reference, spans_of_rows
-from stillroom.ops.cpu_kernels import SPLIT, split_contexts
+from stillroom.ops.cpu_row_attention import SPLIT, attend_rows, split_contexts
 from stillroom.ops.cpu_vectors import HAS_DOT
 from stillroom.ops.linear import Linear
 from stillroom.ops.rope import rotate, rotate_and_store
@@ -233,12 +233,18 @@ def test_values_are_rounded_as_torch_rounds_them() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.sampled_from([None, 1, 3, SPLIT, 2 * SPLIT]),
     softcap=st.sampled_from([None, 2.0]),
+    shape=st.sampled_from([(6, 2, 8), (6, 2, 64), (5, 1, 128), (9, 3, 64)]),
     seed=st.integers(0, 1000),
 )
 def test_attend_rows_equals_its_reference(
-    lengths: list[int], dtype: torch.dtype, window: int | None, softcap: float | None, seed: int
+    lengths: list[int],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    shape: tuple[int, int, int],
+    seed: int,
 ) -> None:
-    num_heads, num_kv_heads, head_dim = 6, 2, 8
+    num_heads, num_kv_heads, head_dim = shape
     rng = np.random.default_rng(seed)
     slots = torch.from_numpy(rng.permutation(sum(lengths) + 10))
     kv = (
@@ -300,7 +306,7 @@ def test_spans_of_rows_attend_as_their_rows() -> None:
 
 def test_cached_code_depends_on_all_kernel_sources() -> None:
     """A kernel contains the functions that it calls from other files, so a change there must invalidate it too."""
-    kernels: list[Any] = [cpu_kernels.decode_layer, cpu_kernels.attend_rows, cpu_products.linear_scaled]
+    kernels: list[Any] = [cpu_kernels.decode_layer, attend_rows, cpu_products.linear_scaled]
     for one in kernels:
         if one.stats.cache_path is None:
             pytest.skip("there is no folder to keep code in")
@@ -319,6 +325,7 @@ def test_cached_code_depends_on_all_kernel_sources() -> None:
             "cpu_narrow.py",
             "cpu_panels.py",
             "cpu_products.py",
+            "cpu_row_attention.py",
             "cpu_tiles.py",
             "cpu_vectors.py",
         }
@@ -328,11 +335,11 @@ IN_A_PROCESS_OF_ITS_OWN = """
 import sys
 from pathlib import Path
 import numpy as np
-from stillroom.ops import cpu_kernels, cpu_products, crossovers
+from stillroom.ops import cpu_kernels, cpu_products, cpu_row_attention
 from tests.engine.harness import engine_on, random_segments, request
 
 kernels = [cpu_products.linear_scaled, cpu_products.linear_bfloat16, cpu_kernels.rms_norm, cpu_kernels.silu_gate]
-kernels += [cpu_kernels.rotate_and_store, cpu_kernels.attend_rows, cpu_kernels.decode_layer]
+kernels += [cpu_kernels.rotate_and_store, cpu_row_attention.attend_rows, cpu_kernels.decode_layer]
 compiled = lambda: [set(kernel.signatures) for kernel in kernels]
 cpu_kernels.compile_all()
 before = compiled()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from stillroom.ops import block_attention, cpu_kernels
+from stillroom.ops.cpu_row_attention import attend_rows, split_contexts
 from stillroom.ops.device_attention import DevicePlan, has_kernels, queries_per_tile
 
 # T packed query tokens, B of them single queries of their span, Q queries of one span, K context tokens of one span,
@@ -71,7 +72,7 @@ class AttentionPlan:
     @cached_property
     def splits(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """`split_contexts` of the single queries."""
-        return cpu_kernels.split_contexts(self._lengths)
+        return split_contexts(self._lengths)
 
     @property
     def _lengths(self) -> NDArray[np.int64]:
@@ -149,7 +150,7 @@ class AttentionPlan:
         out_BHD = torch.empty_like(q_BHD)
         kv = (cpu_kernels.array(kv_SGD[0]), cpu_kernels.array(kv_SGD[1]))
         limits_3 = np.array(limits, dtype=np.float32)
-        cpu_kernels.attend_rows(q_BHD.numpy(), kv, self.contexts, self.splits, limits_3, out_BHD.numpy())
+        attend_rows(q_BHD.numpy(), kv, self.contexts, self.splits, limits_3, out_BHD.numpy())
         return out_BHD
 
 

@@ -28,6 +28,7 @@ from stillroom.ops.cpu_vectors import (
     emit_splat,
     fetch_line,
     floats,
+    ints,
 )
 
 
@@ -111,6 +112,93 @@ def dot_block(num_rows: int, num_columns: int) -> Any:
     ) -> Any:
         size = types.intp
         return types.void(sums, size, size, x, x_at, size, y, size, size, types.boolean), emit
+
+    return block
+
+
+def wide_block(  # noqa: C901  one block of code is emitted
+    num_rows: int, num_columns: int, *, has_pairs: bool
+) -> Any:
+    """Make an intrinsic that multiplies float32 rows with bfloat16 columns, which are widened in registers.
+
+    The intrinsic is `block(sums, sums_at, width, x, x_at, y, y_at, num_steps)`: sums[r, c] is overwritten by the sum
+    over i of x[r, i] * y[i, c].
+
+    Args:
+        has_pairs: words of y hold two rows: inputs 2 i in the lower halves and 2 i + 1 in the upper ones.
+
+    Args of the intrinsic:
+        sums, sums_at, width: float32; flat index of the block's first sum, and the distance of its rows.
+        x, x_at: float32; flat index of each row's first number, int64 [num_rows].
+        y, y_at: with pairs uint32, [num_steps, num_columns] from y_at[0] on; else uint16, whose rows are at y_at, int64
+            [num_steps].
+        num_steps: words or rows of y.
+    """
+    num_vectors = num_columns // LANES
+
+    def emit(  # noqa: C901
+        target: Any, builder: Any, signature: Any, arguments: Any
+    ) -> Any:
+        sums, sums_at, width, x, x_at, y, y_at, num_steps = arguments
+        array = signature.args
+
+        def index(value: int) -> ir.Constant:
+            return ir.Constant(I64, value)
+
+        def number(array_type: Any, numbers: Any, place: Any) -> Any:
+            return builder.load(address(target, builder, array_type, numbers, place, I64))
+
+        def as_floats(words: Any) -> Any:
+            return builder.bitcast(words, FLOATS)
+
+        starts = [number(array[4], x_at, index(row)) for row in range(num_rows)]
+        first = number(array[6], y_at, index(0)) if has_pairs else None
+        entry, head, body, end = builder.block, *(builder.append_basic_block(name) for name in ("head", "body", "end"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        step = builder.phi(I64)
+        step.add_incoming(index(0), entry)
+        totals = [builder.phi(FLOATS) for _ in range(num_rows * num_vectors)]
+        for total in totals:
+            total.add_incoming(floats(0.0), entry)
+        builder.cbranch(builder.icmp_signed("<", step, num_steps), body, end)
+        builder.position_at_end(body)
+        kind = INTS if has_pairs else HALVES
+        row_at = (
+            builder.add(first, builder.mul(step, index(num_columns))) if has_pairs else number(array[6], y_at, step)
+        )
+        places = [builder.add(row_at, index(LANES * vector)) for vector in range(num_vectors)]
+        found = [builder.load(address(target, builder, array[5], y, place, kind), align=2) for place in places]
+        if has_pairs:
+            inputs = [[builder.shl(one, ints(16)) for one in found], [builder.and_(one, ints(-65536)) for one in found]]
+        else:
+            inputs = [[builder.shl(builder.zext(one, INTS), ints(16)) for one in found]]
+        after = list(totals)
+        for number_of_input, columns in enumerate(inputs):
+            offset = builder.add(builder.mul(step, index(len(inputs))), index(number_of_input))
+            for row, start in enumerate(starts):
+                place = address(target, builder, array[3], x, builder.add(start, offset), F32)
+                factor = emit_splat(builder, builder.load(place), FLOATS)
+                for vector, column in enumerate(columns):
+                    at = row * num_vectors + vector
+                    after[at] = call(builder, "llvm.fma.v16f32", FLOATS, [factor, as_floats(column), after[at]])
+        for total, value in zip(totals, after, strict=True):
+            total.add_incoming(value, builder.block)
+        step.add_incoming(builder.add(step, index(1)), builder.block)
+        builder.branch(head)
+        builder.position_at_end(end)
+        for at, total in enumerate(totals):
+            row, vector = divmod(at, num_vectors)
+            place = builder.add(sums_at, builder.add(builder.mul(index(row), width), index(LANES * vector)))
+            builder.store(total, address(target, builder, array[0], sums, place, FLOATS), align=4)
+        return target.get_dummy_value()
+
+    @intrinsic
+    def block(  # noqa: PLR0913  a kernel's call
+        _context: Any, sums: Any, sums_at: Any, width: Any, x: Any, x_at: Any, y: Any, y_at: Any, num_steps: Any
+    ) -> Any:
+        size = types.intp
+        return types.void(sums, size, size, x, x_at, y, y_at, size), emit
 
     return block
 

@@ -16,18 +16,13 @@ from numpy.typing import NDArray
 
 from stillroom.ops import cpu_code_scan
 from stillroom.ops.cpu_attention import attend_blocks, split_queries
-from stillroom.ops.cpu_compiler import Bits, Floats, as_float, inlined, kernel, parallel_kernel
-from stillroom.ops.cpu_elements import read, write
+from stillroom.ops.cpu_compiler import Bits, Floats, inlined, kernel, parallel_kernel
+from stillroom.ops.cpu_elements import exp, read, write
 from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
+from stillroom.ops.cpu_row_attention import attend_rows
 from stillroom.ops.cpu_vectors import LANES
 
 # T tokens, H query heads, G key/value heads, D head dimension, S slots
-
-SPLIT = 64
-"""Context tokens per task of `attend_rows`."""
-
-_BIAS = np.int32(127)
-_MANTISSA = np.int32(23)
 
 
 def use_threads() -> int:
@@ -57,22 +52,6 @@ def array(cache: torch.Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     return found
 
 
-@kernel
-def _exp(x: Any) -> Any:
-    """exp in float32 within 2 ulp, in operations that the compiler vectorises (Cephes' expf)."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    return p * as_float(np.uint32((np.int32(n) + _BIAS) << _MANTISSA))
-
-
 @parallel_kernel
 def rms_norm(x_TM: Floats, weight_M: Floats, epsilon: float, out_TM: Any) -> None:
     """x / sqrt(mean(x^2) + epsilon) * weight, row by row; the output is float32 or bfloat16."""
@@ -95,7 +74,7 @@ def silu_gate(gate_up: Any, out: Any) -> None:
         gate, up, result = gate_up[row, :width], gate_up[row, width:], out[row]
         for i in range(width):
             g = read(gate[i])
-            write(result, i, g / (np.float32(1) + _exp(-g)) * read(up[i]))
+            write(result, i, g / (np.float32(1) + exp(-g)) * read(up[i]))
 
 
 @parallel_kernel
@@ -189,88 +168,6 @@ def rotate_into_single_threaded(
             _rotate_row(sources, source_slots, targets, target_slots, rotation, layer, row)
 
 
-@parallel_kernel
-def attend_rows(  # noqa: C901  a kernel is one function
-    q_BHD: Floats,
-    cache: tuple[Bits, Bits],
-    contexts: tuple[Any, Any],
-    splits: tuple[Any, Any],
-    limits: Any,
-    out_BHD: Floats,
-) -> None:
-    """Attention of one query per sequence over its context (flash decoding: splits are computed, then merged).
-
-    Args:
-        contexts: slots of all contexts back to back, and their bounds [B + 1].
-        splits: from `split_contexts`.
-        limits: float32 (scale, soft cap or 0, window or 0).
-    """
-    num_heads, head_dim = q_BHD.shape[1], q_BHD.shape[2]
-    k_SGD, v_SGD = cache
-    slots, starts = contexts
-    tasks, bounds = splits
-    num_kv_heads, num_tasks = k_SGD.shape[1], tasks.shape[0]
-    share = num_heads // num_kv_heads
-    scale, cap, window = limits[0], limits[1], np.int64(limits[2])
-    sums = np.zeros((num_tasks, num_heads, head_dim), np.float32)
-    highs = np.full((num_tasks, num_heads), -np.inf, np.float32)
-    totals = np.zeros((num_tasks, num_heads), np.float32)
-    for task in numba.prange(num_tasks):
-        sequence, first = tasks[task, 0], starts[tasks[task, 0]] + tasks[task, 1]
-        end = min(starts[sequence + 1], first + SPLIT)
-        if window > 0:
-            first = max(first, starts[sequence + 1] - window)
-        weights, row = np.empty((num_heads, SPLIT), np.float32), np.empty(head_dim, np.float32)
-        for at in range(first, end):  # the keys of a token are contiguous, and are read once
-            slot = slots[at]
-            for group in range(num_kv_heads):
-                for i in range(head_dim):
-                    row[i] = read(k_SGD[slot, group, i])
-                for head in range(group * share, (group + 1) * share):
-                    logit = np.float32(0)
-                    for i in range(head_dim):
-                        logit += q_BHD[sequence, head, i] * row[i]
-                    weights[head, at - first] = logit * scale
-        if first < end:
-            for head in range(num_heads):
-                if cap > 0:  # cap * tanh(logit / cap)
-                    for at in range(end - first):
-                        power = _exp(np.float32(2) * weights[head, at] / cap)
-                        weights[head, at] = cap - np.float32(2) * cap / (power + np.float32(1))
-                high = np.float32(-np.inf)
-                for at in range(end - first):
-                    high = max(high, weights[head, at])
-                total = np.float32(0)
-                for at in range(end - first):
-                    weights[head, at] = _exp(weights[head, at] - high)
-                    total += weights[head, at]
-                highs[task, head], totals[task, head] = high, total
-        for at in range(first, end):
-            slot = slots[at]
-            for group in range(num_kv_heads):
-                for i in range(head_dim):
-                    row[i] = read(v_SGD[slot, group, i])
-                for head in range(group * share, (group + 1) * share):
-                    weight = weights[head, at - first]
-                    for i in range(head_dim):
-                        sums[task, head, i] += weight * row[i]
-    for sequence in numba.prange(q_BHD.shape[0]):
-        for head in range(num_heads):
-            high, total = np.float32(-np.inf), np.float32(0)
-            for task in range(bounds[sequence], bounds[sequence + 1]):
-                high = max(high, highs[task, head])
-            for i in range(head_dim):
-                out_BHD[sequence, head, i] = 0
-            for task in range(bounds[sequence], bounds[sequence + 1]):
-                if totals[task, head] != 0:  # NaN stays NaN
-                    factor = _exp(highs[task, head] - high)
-                    total += factor * totals[task, head]
-                    for i in range(head_dim):
-                        out_BHD[sequence, head, i] += factor * sums[task, head, i]
-            for i in range(head_dim):
-                out_BHD[sequence, head, i] /= total
-
-
 def _attend(*arguments: Any) -> Any:
     """`attend_rows`, or `attend_blocks` if there are tasks for it, which reads bfloat16 only."""
     raise NotImplementedError  # implemented by the overload in compiled code
@@ -340,25 +237,11 @@ def decode_layer(  # noqa: PLR0913  a kernel is one function
     x_TM += product(inner, matrices[3], biases[3], num_threads)
 
 
-def split_contexts(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tasks of `attend_rows` for contexts of these lengths.
-
-    Returns:
-        Sequence and first context token of each split of `SPLIT` tokens [n, 2], in order, and the bounds of each
-        sequence's tasks [B + 1].
-    """
-    counts = -(-lengths // SPLIT)
-    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    sequences = np.repeat(np.arange(len(lengths)), counts)
-    firsts = (np.arange(bounds[-1]) - bounds[sequences]) * SPLIT
-    return np.stack([sequences, firsts], axis=1), bounds
-
-
 def compile_all() -> None:
     """Compile the kernels of plain models and of searches. Takes about fifteen seconds without a cache."""
     num_threads, head_dim, slots = use_threads(), 2, np.zeros(1, np.int64)
     rotation, limits = (np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)), np.array([1, 0, 0], np.float32)
-    contexts, splits = (slots, np.array([0, 1])), split_contexts(np.array([1]))
+    contexts, splits = (slots, np.array([0, 1])), (np.zeros((1, 2), np.int64), np.array([0, 1]))
     x, q = np.ones((1, head_dim), np.float32), np.ones((1, 1, head_dim), np.float32)
     norm, bias, tall = x[0].copy(), np.empty(0, np.float32), np.ones((2 * head_dim, head_dim), np.float32)
     dtype: Any
