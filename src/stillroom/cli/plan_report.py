@@ -173,7 +173,7 @@ def show_accuracy(p95_seconds: float, accuracy: "Accuracy | None") -> None:
     if accuracy is None:
         line(
             "Good for the order of choices, not for times: no plan was validated here. Elsewhere, measured p50 and p95 "
-            "were 0.9 to 1.6 and 2 to 3.4 times the predicted; --validate measures it."
+            "were 0.9 to 1.6 and 1.8 to 3.4 times the predicted; --validate measures it."
         )
         return
     line(

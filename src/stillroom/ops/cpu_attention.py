@@ -47,24 +47,33 @@ _LOG2_E = np.float32(1.4426950408889634)
 _LOWEST = np.float32(-1e20)
 """Less than any logit; the highest logit of a query that sees no key of a part."""
 _UNSEEN = np.float32(-1e30)
-_ROWS = 4
-_dot_4x64, _dot_4x32, _dot_4x16 = dot_block(_ROWS, 64), dot_block(_ROWS, 32), dot_block(_ROWS, 16)
+_MOST_ROWS = 8
+_dot_4x64, _dot_4x48, _dot_8x32, _dot_8x16 = (dot_block(4, 64), dot_block(4, 48), dot_block(8, 32), dot_block(8, 16))
+"""Fewer than twelve sums leave the processor waiting for its own additions."""
 _PAIRS = BLOCK // 2
 _tiles_2x2, _tiles_2x1 = tile_block(2, 2), tile_block(2, 1)
+
+
+@inlined
+def _rows_at_once(width: Any) -> Any:
+    """Return the number of rows that `_products` multiplies; it divides 16."""
+    return 4 if width == 48 or width == 64 else _MOST_ROWS
 
 
 @kernel
 def _products(  # noqa: PLR0913  a kernel's call
     sums: Floats, first: Any, width: Any, x: Any, x_at: Any, x_step: Any, y: Bits, num_pairs: Any, is_added: Any
 ) -> None:
-    """Multiply `_ROWS` rows with all columns of y [num_pairs, width]."""
+    """Multiply `_rows_at_once` rows with all columns of y [num_pairs, width]."""
     if width == 64:
         _dot_4x64(sums, first, width, x, x_at, x_step, y, 0, num_pairs, is_added)
+    elif width == 48:
+        _dot_4x48(sums, first, width, x, x_at, x_step, y, 0, num_pairs, is_added)
     elif width == 32:
-        _dot_4x32(sums, first, width, x, x_at, x_step, y, 0, num_pairs, is_added)
+        _dot_8x32(sums, first, width, x, x_at, x_step, y, 0, num_pairs, is_added)
     else:
         for column in range(0, width, LANES):
-            _dot_4x16(sums, first + column, width, x, x_at, x_step, y, column, num_pairs, is_added)
+            _dot_8x16(sums, first + column, width, x, x_at, x_step, y, column, num_pairs, is_added)
 
 
 @kernel
@@ -112,13 +121,13 @@ def _add_values_tiles(values: Bits, columns: Bits, weights: Bits, sums: Floats) 
 def _score(k_SGD: Bits, slots: Any, group: Any, queries: Bits, logits: Floats) -> None:
     """Write the products of the keys at `slots` with the queries [D / 2, W]: float32 [BLOCK, W]."""
     num_kv_heads, head_dim = k_SGD.shape[1], k_SGD.shape[2]
-    at = np.empty(_ROWS, np.int64)
-    for key in range(0, BLOCK, _ROWS):
-        for row in range(_ROWS):
+    at, num_rows = np.empty(_MOST_ROWS, np.int64), _rows_at_once(logits.shape[1])
+    for key in range(0, BLOCK, num_rows):
+        for row in range(num_rows):
             slot = slots[min(key + row, len(slots) - 1)]  # after the last key, it is scored again and masked
             at[row] = (slot * num_kv_heads + group) * head_dim
         _products(logits, key * logits.shape[1], logits.shape[1], k_SGD, at, 2, queries, head_dim // 2, False)
-        if key + _ROWS >= len(slots):
+        if key + num_rows >= len(slots):
             break
 
 
@@ -217,8 +226,8 @@ def _attend_part(  # noqa: C901, PLR0913  a kernel is one function
     num_kv_heads, (head_dim, width) = k_SGD.shape[1], sums.shape
     highs[:], totals[:], sums[:] = _LOWEST, 0, 0
     logits, weights = np.zeros((BLOCK, width), np.float32), np.zeros((BLOCK // 2, width), np.uint32)
-    values, at = np.zeros((BLOCK // 2, head_dim), np.uint32), np.zeros(_ROWS, np.int64)
-    has_tiles = HAS_TILES and head_dim % (2 * TILE) == 0
+    values, at = np.zeros((BLOCK // 2, head_dim), np.uint32), np.zeros(_MOST_ROWS, np.int64)
+    num_rows, has_tiles = _rows_at_once(width), HAS_TILES and head_dim % (2 * TILE) == 0
     size = head_dim if has_tiles else 0
     copies, columns = np.zeros((BLOCK, size), np.uint16), np.zeros((size, _PAIRS), np.uint32)
     if has_tiles:
@@ -242,8 +251,8 @@ def _attend_part(  # noqa: C901, PLR0913  a kernel is one function
         if has_tiles:
             _add_values_tiles(values, columns, weights, sums)
             continue
-        for i in range(0, head_dim, _ROWS):
-            for row in range(_ROWS):
+        for i in range(0, head_dim, num_rows):
+            for row in range(num_rows):
                 at[row] = i + row
             _products(sums, i * width, width, values, at, head_dim, weights, BLOCK // 2, True)
     if has_tiles:
