@@ -105,9 +105,8 @@ def _dot_products(x_TM: Floats, weight: Bits, out_TN: Floats, num_threads: int) 
     is_one_pass = 4 < num_rows <= 8
     num_padded = 8 if is_one_pass else 4 * ((num_rows + 3) // 4)
     x_RM = np.zeros((num_padded, 2 * num_pairs), np.uint16)
-    for row in range(num_rows):
-        for i in range(2 * num_pairs):
-            write(x_RM[row], i, x_TM[row, i])
+    for place in range(0, x_TM.size, LANES):
+        store_halves(x_RM, place, load(x_TM, place))
     num_parts = 2 if is_one_pass else 4
     part = (num_outputs + num_parts - 1) // num_parts
     for thread in numba.prange(num_threads):
