@@ -18,9 +18,18 @@ SHARED_MEMORY = 99 * 1024
 
 
 def compile_for(
-    architecture: int, kernel: Any, types: dict[str, str], options: dict[str, Any], **constants: Any
+    architecture: int,
+    kernel: Any,
+    types: dict[str, str],
+    options: dict[str, Any],
+    is_wide: bool = True,
+    **constants: Any,
 ) -> None:
-    """Declare pointers and strides as multiples of 16, as Triton finds them at run time."""
+    """Declare pointers and strides as multiples of 16, as Triton finds them at run time.
+
+    Args:
+        is_wide: a thread has several numbers next to each other, and loads them together.
+    """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] != "f"}
@@ -28,7 +37,7 @@ def compile_for(
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert compiled.asm["cubin"], "no machine code"
-    assert "ld.global.b16" not in compiled.asm["ptx"], "loads single numbers"
+    assert not is_wide or "ld.global.b16" not in compiled.asm["ptx"], "loads single numbers"
     assert compiled.metadata.shared <= SHARED_MEMORY, (kernel, constants, compiled.metadata.shared)
 
 
@@ -61,7 +70,7 @@ def rows(architecture: int, head_dim: int, num_pairs: int) -> None:
     types = dict.fromkeys(("qkv_THD", "k_SGD", "v_SGD", "q_THD"), "*bf16")
     types |= {"cos_TP": "*fp32", "sin_TP": "*fp32", "slots_T": "*i64", "slot_stride": "i32", "head_stride": "i32"}
     sizes = triton_rows.block_sizes(12, 2, head_dim, num_pairs)
-    compile_for(architecture, triton_rows._rotate_and_store, types, triton_rows.OPTIONS, **sizes)
+    compile_for(architecture, triton_rows._rotate_and_store, types, triton_rows.OPTIONS, num_pairs > 32, **sizes)
     types = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
     compile_for(architecture, triton_rows._silu_gate, types, {"num_warps": 4}, BLOCK=1024)
 

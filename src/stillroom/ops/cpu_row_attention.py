@@ -17,7 +17,7 @@ from stillroom.ops.cpu_blocks import wide_block
 from stillroom.ops.cpu_compiler import Bits, Floats, kernel, parallel_kernel
 from stillroom.ops.cpu_elements import exp, read
 from stillroom.ops.cpu_tiles import transpose
-from stillroom.ops.cpu_vectors import LANES, load, store
+from stillroom.ops.cpu_vectors import IS_ONE_REGISTER, LANES, load, store
 
 # B queries, H query heads, G key/value heads, D head dimension, S slots
 
@@ -112,7 +112,7 @@ def _score(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> None:
 
 @overload(_score)
 def _compiled_score(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> Any:
-    if k_SGD.dtype != types.uint16:
+    if k_SGD.dtype != types.uint16 or not IS_ONE_REGISTER:
 
         def score_floats(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> None:
             _score_numbers(q_HD, k_SGD, slots, logits)
@@ -181,7 +181,7 @@ def _sum_values(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> None:
 
 @overload(_sum_values)
 def _compiled_sum_values(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> Any:
-    if v_SGD.dtype != types.uint16:
+    if v_SGD.dtype != types.uint16 or not IS_ONE_REGISTER:
 
         def sum_floats(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> None:
             _sum_numbers(weights, v_SGD, slots, sums)

@@ -19,6 +19,8 @@ from stillroom.ops.cpu_compiler import HOST_FEATURES
 
 LANES = 16
 
+IS_ONE_REGISTER = bool(HOST_FEATURES.get("avx512f"))
+"""Whether a register of this processor holds sixteen float32; else blocks of many sums are slower than plain loops."""
 HAS_DOT = bool(HOST_FEATURES.get("avx512bf16"))
 """Whether one instruction of this processor multiplies pairs of bfloat16 and adds them to float32."""
 HAS_BYTE_DOT = bool(HOST_FEATURES.get("avx512vnni"))
