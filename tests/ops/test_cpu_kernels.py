@@ -335,11 +335,12 @@ IN_A_PROCESS_OF_ITS_OWN = """
 import sys
 from pathlib import Path
 import numpy as np
-from stillroom.ops import cpu_kernels, cpu_products, cpu_row_attention
+from stillroom.ops import cpu_kernels, cpu_panels, cpu_products, cpu_row_attention
 from tests.engine.harness import engine_on, random_segments, request
 
 kernels = [cpu_products.linear_scaled, cpu_products.linear_bfloat16, cpu_kernels.rms_norm, cpu_kernels.silu_gate]
 kernels += [cpu_kernels.rotate_and_store, cpu_row_attention.attend_rows, cpu_kernels.decode_layer]
+kernels += [cpu_panels.panel_products, cpu_panels.panel_gate]
 compiled = lambda: [set(kernel.signatures) for kernel in kernels]
 cpu_kernels.compile_all()
 before = compiled()
