@@ -9,8 +9,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import overload
 from numpy.typing import NDArray
 
 from stillroom.ops.cpu_blocks import wide_block
@@ -50,6 +48,7 @@ def attend_rows(
     slots, starts = contexts
     tasks, bounds = splits
     num_tasks, scale, cap, window = tasks.shape[0], limits[0], limits[1], np.int64(limits[2])
+    has_blocks = IS_ONE_REGISTER and cache[0].itemsize == 2 and head_dim % _VALUES == 0
     sums = np.zeros((num_tasks, num_heads + _HEADS - 1, head_dim), np.float32)
     highs = np.full((num_tasks, num_heads), -np.inf, np.float32)
     totals = np.zeros((num_tasks, num_heads), np.float32)
@@ -60,10 +59,16 @@ def attend_rows(
             first = max(first, starts[sequence + 1] - window)
         if first < end:
             weights = np.empty((num_heads + _HEADS - 1, SPLIT), np.float32)
-            _score(q_BHD[sequence], cache[0], slots[first:end], weights)
+            if has_blocks:
+                _score_blocks(q_BHD[sequence], cache[0], slots[first:end], weights)
+            else:
+                _score_numbers(q_BHD[sequence], cache[0], slots[first:end], weights)
             for head in range(num_heads):
                 highs[task, head], totals[task, head] = _soften(weights[head, : end - first], scale, cap)
-            _sum_values(weights, cache[1], slots[first:end], sums[task])
+            if has_blocks:
+                _sum_blocks(weights, cache[1], slots[first:end], sums[task])
+            else:
+                _sum_numbers(weights, cache[1], slots[first:end], sums[task])
     for sequence in numba.prange(q_BHD.shape[0]):
         parts = slice(bounds[sequence], bounds[sequence + 1])
         for head in range(num_heads):
@@ -105,31 +110,9 @@ def _merge(highs: Floats, totals: Floats, sums: Floats, out_D: Floats) -> None:
         out_D[i] /= total
 
 
-def _score(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> None:
-    """Write the products of queries with the keys of these slots; [H, SPLIT]."""
-    raise NotImplementedError  # implemented by the overload in compiled code
-
-
-@overload(_score)
-def _compiled_score(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> Any:
-    if k_SGD.dtype != types.uint16 or not IS_ONE_REGISTER:
-
-        def score_floats(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> None:
-            _score_numbers(q_HD, k_SGD, slots, logits)
-
-        return score_floats
-
-    def score(q_HD: Any, k_SGD: Any, slots: Any, logits: Any) -> None:
-        if k_SGD.shape[2] % _VALUES == 0:
-            _score_blocks(q_HD, k_SGD, slots, logits)
-        else:
-            _score_numbers(q_HD, k_SGD, slots, logits)
-
-    return score
-
-
 @kernel
 def _score_numbers(q_HD: Floats, k_SGD: Bits, slots: Any, logits: Floats) -> None:
+    """Write the products of queries with the keys of these slots; [H, SPLIT]."""
     num_groups, head_dim = k_SGD.shape[1], k_SGD.shape[2]
     share = len(q_HD) // num_groups
     row = np.empty(head_dim, np.float32)
@@ -146,7 +129,7 @@ def _score_numbers(q_HD: Floats, k_SGD: Bits, slots: Any, logits: Floats) -> Non
 
 @kernel
 def _score_blocks(q_HD: Floats, k_SGD: Bits, slots: Any, logits: Floats) -> None:
-    """The same, where 16 bits are a number: keys are turned, pairs of dimensions to rows and tokens to columns."""
+    """As `_score_numbers`, of bfloat16: keys are turned, pairs of dimensions to rows and tokens to columns."""
     num_groups, head_dim = k_SGD.shape[1], k_SGD.shape[2]
     share, num_pairs = len(q_HD) // num_groups, head_dim // 2
     rows, columns = _copied(k_SGD, slots), np.empty((num_pairs, SPLIT), np.uint32)
@@ -174,31 +157,9 @@ def _copied(cache_SGD: Bits, slots: Any) -> Bits:
     return rows
 
 
-def _sum_values(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> None:
-    """Write the sum of the values of these slots, each times its weight, for each head."""
-    raise NotImplementedError  # implemented by the overload in compiled code
-
-
-@overload(_sum_values)
-def _compiled_sum_values(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> Any:
-    if v_SGD.dtype != types.uint16 or not IS_ONE_REGISTER:
-
-        def sum_floats(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> None:
-            _sum_numbers(weights, v_SGD, slots, sums)
-
-        return sum_floats
-
-    def sum_values(weights: Any, v_SGD: Any, slots: Any, sums: Any) -> None:
-        if v_SGD.shape[2] % _VALUES == 0:
-            _sum_blocks(weights, v_SGD, slots, sums)
-        else:
-            _sum_numbers(weights, v_SGD, slots, sums)
-
-    return sum_values
-
-
 @kernel
 def _sum_numbers(weights: Floats, v_SGD: Bits, slots: Any, sums: Floats) -> None:
+    """Write the sum of the values of these slots, each times its weight, for each head."""
     num_groups, head_dim = v_SGD.shape[1], v_SGD.shape[2]
     share = (len(sums) - _HEADS + 1) // num_groups
     row = np.empty(head_dim, np.float32)
@@ -214,6 +175,7 @@ def _sum_numbers(weights: Floats, v_SGD: Bits, slots: Any, sums: Floats) -> None
 
 @kernel
 def _sum_blocks(weights: Floats, v_SGD: Bits, slots: Any, sums: Floats) -> None:
+    """As `_sum_numbers`, of bfloat16."""
     num_groups, head_dim = v_SGD.shape[1], v_SGD.shape[2]
     share = (len(sums) - _HEADS + 1) // num_groups
     rows = _copied(v_SGD, slots)
