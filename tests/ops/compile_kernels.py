@@ -18,18 +18,9 @@ SHARED_MEMORY = 99 * 1024
 
 
 def compile_for(
-    architecture: int,
-    kernel: Any,
-    types: dict[str, str],
-    options: dict[str, Any],
-    is_wide: bool = True,
-    **constants: Any,
-) -> None:
-    """Declare pointers and strides as multiples of 16, as Triton finds them at run time.
-
-    Args:
-        is_wide: a thread has several numbers next to each other, and loads them together.
-    """
+    architecture: int, kernel: Any, types: dict[str, str], options: dict[str, Any], **constants: Any
+) -> str:
+    """Declare pointers and strides as multiples of 16, as Triton finds them at run time; returns the PTX."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in types.items() if kind[0] != "f"}
@@ -37,8 +28,16 @@ def compile_for(
     source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     assert compiled.asm["cubin"], "no machine code"
-    assert not is_wide or "ld.global.b16" not in compiled.asm["ptx"], "loads single numbers"
     assert compiled.metadata.shared <= SHARED_MEMORY, (kernel, constants, compiled.metadata.shared)
+    return str(compiled.asm["ptx"])
+
+
+def compile_wide(
+    architecture: int, kernel: Any, types: dict[str, str], options: dict[str, Any], **constants: Any
+) -> None:
+    """As `compile_for`, of a kernel whose threads have several numbers next to each other, which they load together."""
+    ptx = compile_for(architecture, kernel, types, options, **constants)
+    assert "ld.global.b16" not in ptx, "loads single numbers"
 
 
 def attention(architecture: int, head_dim: int, shape: tuple[int, int], dtype: torch.dtype, limited: bool) -> None:
@@ -50,12 +49,12 @@ def attention(architecture: int, head_dim: int, shape: tuple[int, int], dtype: t
     types |= dict.fromkeys(("window", "slot_stride", "head_stride"), "i32")
     sizes = triton_attention.block_sizes(4, head_dim, num_queries, dtype)
     flags = {"NUM_SPLITS": num_splits, "HAS_WINDOW": limited, "HAS_CAP": limited}
-    compile_for(architecture, triton_attention._attend, types, triton_attention.OPTIONS, **sizes, **flags)
+    compile_wide(architecture, triton_attention._attend, types, triton_attention.OPTIONS, **sizes, **flags)
     if num_splits > 1:
         merged = {name: types[name] for name in ("partial_THPD", "statistics_THP2", "out_THD")}
         head = {name: sizes[name] for name in ("HEAD_DIM", "BLOCK_D")}
         options = triton_attention.OPTIONS
-        compile_for(architecture, triton_attention._merge, merged, options, **head, NUM_SPLITS=num_splits)
+        compile_wide(architecture, triton_attention._merge, merged, options, **head, NUM_SPLITS=num_splits)
 
 
 def experts(architecture: int, is_first: bool, block_r: int) -> None:
@@ -63,16 +62,17 @@ def experts(architecture: int, is_first: bool, block_r: int) -> None:
     types |= {"num_inputs": "i32", "num_outputs": "i32"}
     sizes = triton_experts.block_sizes(block_r, torch.bfloat16)
     flags = {"NUM_ACTIVE": 8, "IS_FIRST": is_first}
-    compile_for(architecture, triton_experts._multiply, types, triton_experts.OPTIONS, **sizes, **flags)
+    compile_wide(architecture, triton_experts._multiply, types, triton_experts.OPTIONS, **sizes, **flags)
 
 
 def rows(architecture: int, head_dim: int, num_pairs: int) -> None:
     types = dict.fromkeys(("qkv_THD", "k_SGD", "v_SGD", "q_THD"), "*bf16")
     types |= {"cos_TP": "*fp32", "sin_TP": "*fp32", "slots_T": "*i64", "slot_stride": "i32", "head_stride": "i32"}
     sizes = triton_rows.block_sizes(12, 2, head_dim, num_pairs)
-    compile_for(architecture, triton_rows._rotate_and_store, types, triton_rows.OPTIONS, num_pairs > 32, **sizes)
+    rotate = compile_wide if num_pairs > 32 else compile_for  # a warp has 32 threads
+    rotate(architecture, triton_rows._rotate_and_store, types, triton_rows.OPTIONS, **sizes)
     types = {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}
-    compile_for(architecture, triton_rows._silu_gate, types, {"num_warps": 4}, BLOCK=1024)
+    compile_wide(architecture, triton_rows._silu_gate, types, {"num_warps": 4}, BLOCK=1024)
 
 
 if __name__ == "__main__":

@@ -141,6 +141,21 @@ def test_answer_cites_the_words_of_its_source(stillroom: Stillroom) -> None:
     assert (recorded["source"], recorded["support"]) == (citation.source, "supported")
 
 
+def test_answer_warns_of_a_cited_file_that_has_changed(tmp_path: Path) -> None:
+    docs = write_knowledge(tmp_path / "docs")
+    with Stillroom.open(tmp_path / "kb") as stillroom:
+        stillroom.add(docs)
+        before = stillroom.ask(QUESTION)
+        [cited] = {one.document for one in before.citations if one.source}
+        with open(cited, "a", encoding="utf-8") as file:
+            file.write("One line more.\n")
+        after = stillroom.ask(QUESTION)
+        [added] = set(after.warnings) - set(before.warnings)
+        assert after.text == before.text and added.startswith(f"{cited}: the file has changed since it was indexed")
+        stillroom.add(docs)
+        assert stillroom.ask(QUESTION).warnings == before.warnings
+
+
 def test_citations_can_be_switched_off(knowledge: Path) -> None:
     config = StillroomConfig(generation=GenerationConfig(citations=False))
     with Stillroom.open(knowledge, config=config) as plain:

@@ -282,3 +282,18 @@ def test_short_names_find_documents(target: str, found: list[str]) -> None:
     ]
 
     assert documents_like(target, [DocumentId(one) for one in known], DocumentNames(Path("/kb"))) == found
+
+
+def test_changed_files_are_named_in_warnings(originals: Originals, add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide, report, records = add("guide.md", GUIDE), add("report.md", "# Report\n"), add("records.jsonl", RECORDS)
+    names = [guide, report, guide, records, DocumentId("unknown")]
+    assert originals.warnings(names) == ()
+    os.utime(report)  # other times, the same bytes
+    Path(guide).write_text("# Guide\n\nBurn this.\n", encoding="utf-8")
+    [warning] = originals.warnings(names)
+    assert warning.startswith(f"{guide}: the file has changed since it was indexed")
+    monkeypatch.setattr("stillroom.retrieval.originals._MAX_CHECKED_BYTES", 10)
+    assert originals.warnings(names) == (), "large files are not read for a warning"
+    monkeypatch.undo()
+    Path(guide).unlink()
+    assert originals.warnings(names) == ()

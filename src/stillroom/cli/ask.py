@@ -230,6 +230,9 @@ def _answer(opened: "Stillroom", question: str, options: "AskOptions", style: _S
         if stream.answer.confidence is not None:
             line(f"Confidence: {stream.answer.confidence:.2f}")
         line(_costs(stream.answer))
+        for text in stream.answer.warnings:
+            if text not in opened.warnings:
+                console.note(f"warning: {text}")
         if style.is_series:
             line()
 

@@ -32,6 +32,7 @@ from stillroom.rag.stop_matcher import StopMatcher
 logger = logging.getLogger(__name__)
 
 Cite = Callable[[Answer], tuple[Citation, ...]]
+Warn = Callable[[Answer], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class AnswerProgress:
 class AnswerCollector:
     """Turns token events into pieces of text and, at the end, into an `Answer`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  its parts
         self,
         started: AnswerStart,
         tokenizer: Tokenizer | None,
@@ -112,6 +113,7 @@ class AnswerCollector:
         on_finish: Callable[[Answer], None],
         continues: Sequence[int] = (),
         cite: Cite | None = None,
+        warn: Warn | None = None,
     ) -> None:
         """
         Args:
@@ -119,6 +121,7 @@ class AnswerCollector:
             on_finish: gets the answer when it is complete.
             continues: the last tokens of the text that the answer continues.
             cite: finds the citations of the finished answer, in `complete`; None adds none.
+            warn: the same, of warnings about the documents that it cites.
         """
         self.started = started
         self.answer: Answer | None = None
@@ -135,7 +138,7 @@ class AnswerCollector:
         self._progress = AnswerProgress(started)
         self._highlight: tuple[int, int] | None = None
         self._confidence: float | None = None
-        self._cite = cite
+        self._cite, self._warn = cite, warn
         self._completing = threading.Lock()
         self._is_complete = False
 
@@ -177,6 +180,9 @@ class AnswerCollector:
             if self._cite is not None and cites:
                 try:
                     self.answer = replace(self.answer, citations=self._cite(self.answer))
+                    if self._warn is not None:
+                        warnings = (*self.answer.warnings, *self._warn(self.answer))
+                        self.answer = replace(self.answer, warnings=warnings)
                 except Exception:
                     logger.exception(
                         "the citations of %s cannot be found; its text is complete", self.answer.request_id

@@ -24,7 +24,7 @@ from stillroom.backends.base import Backend, PreparedPrompt
 from stillroom.config.settings import SearchMode, StillroomConfig
 from stillroom.core.clock import Clock
 from stillroom.core.document import ScoredChunk, SearchResult
-from stillroom.core.ids import RequestId
+from stillroom.core.ids import DocumentId, RequestId
 from stillroom.core.request import MaySee, SampleRequest
 from stillroom.engine.deadlines import deadline_error
 from stillroom.engine.events import Listener, TokenEvent
@@ -54,6 +54,7 @@ from stillroom.rag.records import trace_of
 from stillroom.rag.speculation import Attempt, CompletedSearch, Speculator
 from stillroom.rag.stream import AnswerStream, AsyncAnswerStream
 from stillroom.retrieval.knowledge_base import KnowledgeBase
+from stillroom.retrieval.originals import Originals
 from stillroom.telemetry.metrics import Metrics
 from stillroom.telemetry.trace import TraceLog
 
@@ -118,6 +119,7 @@ class Pipeline:
         self._traces = traces
         self._clock = clock
         self._warnings = model_warnings(backend.name)
+        self._originals = Originals(kb.corpus, config.documents)
         self.tokens = PromptTokenizer(backend)
         self.knows_tools = backend.call_format is not None
         traces.trim()  # `trace.keep` may be lower than in the last session
@@ -337,6 +339,7 @@ class Pipeline:
                 lambda answer: self._record(question, answer, is_kept=options.search),
                 attempt.prepared.continues,
                 self._cite_for(question, options) if sources and self._config.generation.citations else None,
+                self._warn,
             )
 
         return _PreparedAnswers(attempt, tuple(map(collector, attempt.samples)), has_searched=bool(question))
@@ -369,6 +372,10 @@ class Pipeline:
             None if mode == "sparse" else self._kb.embed_sentences
         )  # a search by words alone does not load the embedder
         return lambda answer: cite(answer.text, answer.sources, embed, question)
+
+    def _warn(self, answer: Answer) -> tuple[str, ...]:
+        """Return warnings of cited documents whose file holds something else now."""
+        return self._originals.warnings(DocumentId(one.document) for one in answer.citations if one.source)
 
     def _record(self, question: str, answer: Answer, *, is_kept: bool) -> None:
         if is_kept:

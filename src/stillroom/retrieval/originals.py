@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -34,6 +34,8 @@ from stillroom.retrieval.store.sql_rows import DocumentOrigin
 _MAX_REMEMBERED_CHARS = 1 << 24
 """Text of the documents read last that is kept, so that their parts are shown without reading the files again."""
 _MAX_REMEMBERED_HASHES = 512
+_MAX_CHECKED_BYTES = 1 << 22
+"""Of a file that is hashed only to warn of a change; a larger one is not."""
 _FROM_OCR = "text as indexed: OCR read it from pictures of the pages, and it may have errors"
 _CHANGED = "the file has changed since it was indexed; add it again to index what it holds now"
 
@@ -84,6 +86,22 @@ class Originals:
             reason = str(error).removeprefix(f"{path}: ")
             return _content(origin, self._indexed(document_id), f"text as indexed: {reason}", has_file=False)
         return _content(origin, document.paragraphs)
+
+    def warnings(self, document_ids: Iterable[DocumentId]) -> tuple[str, ...]:
+        """Return a sentence for each document whose file holds something else now. A file is read again only after its
+        state has changed. Without a sentence: files that are gone or large, and records of JSONL files."""
+        return tuple(f"{name}: {_CHANGED}" for name in dict.fromkeys(document_ids) if self._has_changed(name))
+
+    def _has_changed(self, document_id: DocumentId) -> bool:
+        origin = self._corpus.origin_of(document_id)
+        if origin is None or not origin.file_hash or origin.record_id is not None:
+            return False
+        try:
+            with opened(self._path(origin)) as (stream, status):
+                is_small = status.st_size <= _MAX_CHECKED_BYTES
+                return is_small and self._hashes.of(stream, status) != origin.file_hash
+        except (DocumentError, OSError):
+            return False
 
     @contextlib.contextmanager
     def file(self, document_id: DocumentId) -> Iterator[OriginalFile]:
