@@ -275,9 +275,17 @@ def test_record_that_is_gone_from_the_disk_is_not_written(tmp_path: Path) -> Non
         assert fixture.tier.settle() and fixture.tier.state.stats.num_dropped == 1
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_full_folder_refuses_records_and_is_read_and_deleted_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (errno.ENOSPC, "kv_tier_bytes"),
+        (errno.EDQUOT, "kv_tier_bytes"),
+        (errno.EROFS, "let this process write"),
+        (errno.EACCES, "let this process write"),
+    ],
+)
+def test_full_or_read_only_folder_refuses_records_and_is_read_and_deleted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int, remedy: str
 ) -> None:
     tmp_path.joinpath("tier").mkdir()
     with opened(tmp_path / "tier") as before:
@@ -300,7 +308,7 @@ def test_full_folder_refuses_records_and_is_read_and_deleted_from(
         assert (state.stats.num_refused, state.stats.num_forgotten) == (6, 1)
         assert state.link is not None and state.link.bytes_per_second < 2e12
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "has no room for more KV" in message and "kv_tier_bytes" in message and str(tmp_path) in message
+    assert "takes no more KV" in message and remedy in message and str(tmp_path) in message
 
 
 def test_removal_needs_no_probe_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

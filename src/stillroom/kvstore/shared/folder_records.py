@@ -36,6 +36,7 @@ _SWEEP_SECONDS = 600.0
 _STALE_SECONDS = 3600.0
 """Temporary files older than this were left by killed processes."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 """Errors of a file system without room, and of a user's quota."""
 
 
@@ -98,6 +99,8 @@ class FolderRecords:
             remove_file(temporary)
             if error.errno in _FULL:
                 raise TierFullError(f"{error.strerror}; free space there, or lower reuse.kv_tier_bytes") from None
+            if error.errno in _READ_ONLY:
+                raise TierFullError(f"{error.strerror}; let this process write to {self._root.parent}") from None
             raise
         self._num_written += sum(map(len, parts))
 

@@ -9,7 +9,7 @@ from stillroom.kvstore.record import VERSION, Buffer
 
 
 class TierFullError(OSError):
-    """The server or folder has no room for a record; reading and removing work."""
+    """The server or folder takes no record, because it is full or may not be written to; reading works."""
 
 
 class SharedRecords(Protocol):

@@ -349,7 +349,7 @@ class SharedTier:
                 self._records.write(record.key, parts, record.owner, record.seen)
                 return True
             except TierFullError as error:
-                self._calls.warn(f"has no room for more KV; reading and removing go on: {error}")
+                self._calls.warn(f"takes no more KV; reading goes on: {error}")
                 return False
 
         is_written = self._calls.run(store, num_bytes)
