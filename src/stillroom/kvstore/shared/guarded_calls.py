@@ -119,7 +119,7 @@ class GuardedCalls:
         with self._lock:
             self._warned.clear()
             self._last_warning = ""
-        speed = f"reads {num_bytes / max(seconds, 1e-9) / 2**20:.0f} MiB/s" if num_bytes else "has no room for more KV"
+        speed = f"reads {num_bytes / max(seconds, 1e-9) / 2**20:.0f} MiB/s" if num_bytes else "takes no KV now"
         text = f"replies in {1000 * latency_seconds:.2f} ms and {speed}"
         if is_first:
             logger.info("%s is used; it %s", self._name, text)
