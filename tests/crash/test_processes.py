@@ -85,7 +85,8 @@ def test_second_writer_is_told_which_process_writes(crash: CrashFixture, tmp_pat
         refused = crash.worker.run("add", **job)
         check_done(crash.worker.run("search", **job, queries=[word(1, 1)]))
     assert last(refused, "error") == "KnowledgeBaseBusyError"
-    assert re.search(rf"process {os.getpid()} on \S+ \(add, since [\d:]+\)", last(refused, "message"))
+    told = rf"^another process is writing to \S+: process {os.getpid()} on \S+ \(add, since [\d:]+\)"
+    assert re.search(told, last(refused, "message"))
     check_done(crash.worker.run("add", **job))
 
 

@@ -1,5 +1,6 @@
 """Clients that disconnect, and a server that is stopped while it answers."""
 
+import gc
 import json
 import socket
 import threading
@@ -12,6 +13,8 @@ import httpx
 import pytest
 
 from stillroom.config.settings import ServerConfig, StillroomConfig
+from stillroom.core.cancellation import Cancellation
+from stillroom.server.routes.upload_queue import QueuedChange
 from tests.server.fakes import NUM_BLOCKS, FakeStillroom, as_stillroom, until
 from tests.server.harness import QUESTION, events, running
 
@@ -117,3 +120,29 @@ def test_running_upload_outlasts_the_grace_period_and_a_waiting_one_never_begins
             assert reply.status_code == (200 if is_stream else 503)
         go_on.set()
     assert "uploads/a.md" in stillroom.texts and "uploads/b.md" not in stillroom.texts
+
+
+def test_stopping_server_does_not_complete_interrupted_uploads_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stillroom = FakeStillroom()
+    begun, queued = threading.Event(), []
+
+    def complete(stop: Cancellation) -> int:
+        begun.set()
+        until(lambda: stop.is_cancelled)
+        stop.check()
+        return 0
+
+    class Counted(QueuedChange[Any]):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            queued.append(self)
+
+    monkeypatch.setattr(stillroom, "complete_uploads", complete)
+    monkeypatch.setattr("stillroom.server.routes.upload_queue.QueuedChange", Counted)
+    with running(as_stillroom(stillroom)):
+        assert begun.wait(20)
+    assert len(queued) == 1 and queued[0].is_cancelled
+    gc.collect()  # asyncio reports a pending task when it is destroyed
+    assert not caplog.records

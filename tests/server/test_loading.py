@@ -25,13 +25,18 @@ class Loads:
         self.go_on, self.is_ready = threading.Event(), threading.Event()
         self.failure: BaseException | None = None
         self.raised: BaseException | None = None
+        self.stops = False
+        """Whether the server is asked to stop when it has loaded."""
 
     def load(self, loading: Loading) -> FastAPI:
         loading.step = "loading the model"
         assert self.go_on.wait(20)
         if self.failure is not None:
             raise self.failure
-        return create_app(as_stillroom(FakeStillroom()))
+        app = create_app(as_stillroom(FakeStillroom()))
+        if self.stops:
+            self.server.stop()
+        return app
 
     def run(self) -> None:
         try:
@@ -97,6 +102,14 @@ def test_other_routes_are_503_with_retry_after_while_loading(path: str) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
         assert int(response.headers["retry-after"]) > 0
     assert found.headers["x-request-id"] == "mine"
+
+
+def test_server_that_is_stopped_at_the_end_of_loading_begins_nothing() -> None:
+    with loading() as (loads, _, thread):
+        loads.stops = True
+        loads.go_on.set()
+        thread.join(20)
+        assert not thread.is_alive() and loads.raised is None and not loads.is_ready.is_set()
 
 
 def test_loading_server_stops_at_once() -> None:

@@ -177,6 +177,8 @@ class _DrainingServer(uvicorn.Server):
     def _begin(self, app: FastAPI) -> None:
         self.is_loading = False
         self.app = self._frontage.app = app
+        if self.should_exit:  # stopped while it was loading
+            return
         try:
             app.state.begin()
             self._on_ready()

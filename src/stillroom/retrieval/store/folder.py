@@ -144,9 +144,7 @@ class WriteLock:
         try:
             lock = self._acquired(timeout_s, waits=action != REPAIR or joins_repair)
         except Timeout as error:
-            raise KnowledgeBaseBusyError(
-                f"another process is writing to {self._folder}{self._holder()}; wait until it has finished, then retry"
-            ) from error
+            raise KnowledgeBaseBusyError(f"{self._holder()}; wait until it has finished, then retry") from error
         except OSError as error:
             raise StorageError(
                 f"{self._folder} cannot be written: {error.strerror or error}; check the disk and the permissions"
@@ -200,13 +198,17 @@ class WriteLock:
             file.write(json.dumps(content).encode() + b"\n")
 
     def _holder(self) -> str:
-        """Return `: process 42 on alba (add, since 14:03:10)`, or "" if unknown."""
+        """Return `another process is writing to kb: process 42 on alba (add, since 14:03:10)`, or without what is not
+        known; `this process is writing to kb (add, since 14:03:10)` if another thread of this process does."""
         found = self._holder_note()
         try:
             since = time.strftime("%H:%M:%S", time.localtime(float(found["since"])))
-            return f": process {int(found['pid'])} on {found['host']} ({found['what']}, since {since})"
+            pid, host, what = int(found["pid"]), found["host"], f"({found['what']}, since {since})"
         except (ValueError, KeyError, TypeError):
-            return ""
+            return f"another process is writing to {self._folder}"
+        if (pid, host) == (os.getpid(), socket.gethostname()):
+            return f"this process is writing to {self._folder} {what}"
+        return f"another process is writing to {self._folder}: process {pid} on {host} {what}"
 
     def _holder_note(self) -> dict[str, Any]:
         """Return what the holder wrote; empty if it cannot be read."""

@@ -39,7 +39,7 @@ class Draining:
         self._ending_answers: asyncio.Future[None] | None = None
 
     def is_over(self, *, hurry: bool = False) -> bool:
-        """Whether no request runs any more. The first call begins the shutdown.
+        """Whether no request runs any more; then no work begins either. The first call begins the shutdown.
 
         Args:
             hurry: end the grace period now.
@@ -56,6 +56,7 @@ class Draining:
                     self._grace,
                 )
         if self._admission.num_in_flight == 0:
+            self._workers.stop_waiting()  # work that no request waits for would begin again when the loop ends it
             return True
         if self._ending_answers is None and (hurry or now >= self._began + self._grace):
             self._began = now - self._grace
