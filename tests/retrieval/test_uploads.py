@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from filelock import FileLock
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
+from stillroom.core.private_files import open_file
 from stillroom.errors import KnowledgeBaseBusyError, StorageError, UnknownDocumentError, UsageError
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.loaders.load_file import load
@@ -219,6 +221,30 @@ def test_next_writer_removes_leftovers_of_killed_uploads(kb: KnowledgeBase, uplo
             os.utime(folder, (hour_ago, hour_ago))
     add(uploads, a_txt="one")
     assert set(kept(kb)) == {"a.txt", ".incoming/new/x"}
+
+
+def test_next_writer_removes_empty_folders_of_killed_uploads_at_once(kb: KnowledgeBase, uploads: Uploads) -> None:
+    """All files of the killed upload were moved into place."""
+    (kb.path / "uploads/.incoming/new").mkdir(parents=True)
+    add(uploads, a_txt="one")
+    assert list((kb.path / "uploads/.incoming").iterdir()) == []
+
+
+def test_upload_whose_empty_folder_was_removed_makes_it_again(
+    kb: KnowledgeBase, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[Path] = []
+
+    def open_late(path: Path) -> BinaryIO:
+        if not swept:
+            swept.append(path)
+            with kb.writing("add"):  # another writer, which sweeps
+                assert not path.parent.exists()
+        return open_file(path)
+
+    monkeypatch.setattr("stillroom.retrieval.uploads.open_file", open_late)
+    [result] = add(uploads, a_txt="one")
+    assert swept and result.outcome == "added"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS])

@@ -47,6 +47,8 @@ from stillroom.retrieval.uploaded_files import (
 
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
 """Errors of the disk, not of one file."""
+_NUM_REPEATS = 3
+"""Times that an upload makes its folder again; each needs a writer that begins between two operations of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +249,7 @@ class Uploads:
         with self._handling_disk_errors(file):
             self._check_place(file.path)
             make_folder_durably(self._folder)
-            make_folder(incoming)
-            with open_file(file.received) as target:
+            with _opened_in(incoming, file.received) as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())
@@ -382,6 +383,16 @@ class Uploads:
 def _parents(path: Path) -> Iterator[Path]:
     """Yield the folders above a relative path, innermost first."""
     return (parent for parent in path.parents if parent != Path())
+
+
+def _opened_in(folder: Path, path: Path) -> BinaryIO:
+    """Open a new file in a folder of uploads in progress, which a writer may remove while it is empty."""
+    for _ in range(_NUM_REPEATS):
+        with contextlib.suppress(FileNotFoundError):
+            make_folder(folder)
+            return open_file(path)
+    make_folder(folder)
+    return open_file(path)
 
 
 def _link_or_copy(path: Path, to: Path) -> None:

@@ -95,13 +95,17 @@ def leftovers(path: Path, now: float) -> list[Path]:
 
 
 def remove_leftovers(path: Path, now: float) -> None:
-    """Remove `leftovers`, as far as possible. Precondition: the caller holds the lock."""
+    """Remove `leftovers`, and empty folders of uploads of any age, as far as possible. An upload makes its folder again
+    if that happens before its first file is there. Precondition: the caller holds the lock."""
     for file in leftovers(path, now):
         if file.is_dir():
             shutil.rmtree(file, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 file.unlink()
+    for folder in path.glob(f"{UPLOADS}/{INCOMING}/*"):
+        with contextlib.suppress(OSError):  # it holds a file
+            folder.rmdir()
 
 
 class WriteLock:
