@@ -26,7 +26,7 @@ from stillroom.errors import (
 )
 from stillroom.retrieval.ingest import AddProgress
 from stillroom.retrieval.knowledge_base import KnowledgeBase
-from stillroom.retrieval.store.folder import REPAIR, WriteLock
+from stillroom.retrieval.store.folder import COMPLETE, REPAIR, WriteLock
 from tests.retrieval.conftest import MODES, MakeFile, OpenKb, Spy, first_name, names
 
 
@@ -189,8 +189,12 @@ def test_second_writer_is_refused(open_kb: OpenKb, three: Path) -> None:
     assert refused and other.add([three]).num_unchanged == 3
 
 
-def test_writer_waits_for_a_repair(open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits, kb, added = threading.Event(), open_kb(), []
+@pytest.mark.parametrize("action", [REPAIR, COMPLETE])
+@pytest.mark.parametrize("verifies", [False, True])
+def test_writer_waits_for_a_repair_and_for_the_completion_of_uploads(
+    open_kb: OpenKb, three: Path, monkeypatch: pytest.MonkeyPatch, action: str, verifies: bool
+) -> None:
+    waits, kb, done = threading.Event(), open_kb(), []
 
     class Noticed(FolderLock):
         def __init__(self, path: Path, timeout_s: float = 0.0) -> None:
@@ -199,20 +203,24 @@ def test_writer_waits_for_a_repair(open_kb: OpenKb, three: Path, monkeypatch: py
                 waits.set()
 
     monkeypatch.setattr("stillroom.retrieval.store.folder.FolderLock", Noticed)
-    writer = threading.Thread(target=lambda: added.append(kb.add([three]).num_added))
+
+    def write() -> None:
+        done.append(kb.verify().is_clean if verifies else kb.add([three]).num_added == 3)
+
+    writer = threading.Thread(target=write)
     other = WriteLock(kb.path, SystemClock())
-    with other.held(REPAIR):
+    with other.held(action):
         with (
-            pytest.raises(KnowledgeBaseBusyError, match="repair, since"),
+            pytest.raises(KnowledgeBaseBusyError, match=f"{action}, since"),
             WriteLock(kb.path, SystemClock()).held(REPAIR),
         ):
             pass  # another repair does not wait
         assert not waits.is_set()
         writer.start()
         assert waits.wait(60)
-        assert not added
+        assert not done
     writer.join()
-    assert added == [3]
+    assert done == [True]
 
 
 def test_thread_with_reserved_lock_may_add_and_remove(open_kb: OpenKb, three: Path) -> None:

@@ -35,7 +35,7 @@ from stillroom.retrieval.atomic_files import make_folder_durably, replace_durabl
 from stillroom.retrieval.ingest import AddProgress, AddReport, RemoveReport
 from stillroom.retrieval.knowledge_base import KnowledgeBase
 from stillroom.retrieval.store.document_names import UPLOADS, is_upload
-from stillroom.retrieval.store.folder import INCOMING
+from stillroom.retrieval.store.folder import COMPLETE, INCOMING
 from stillroom.retrieval.store.sql_rows import SourceFile
 from stillroom.retrieval.uploaded_files import (
     checked_name,
@@ -222,7 +222,7 @@ class Uploads:
         corpus = self._kb.corpus
         if not corpus.pending():
             return 0
-        with self._kb.writing("complete uploads"):
+        with self._kb.writing(COMPLETE):
             existing = [name for name in corpus.pending() if (self._kb.path / name).is_file()]
             paths = [self._kb.path / name for name in existing]
             failures = dict(self._kb.add(paths, stop=stop).failures) if paths else {}

@@ -51,9 +51,9 @@ _MAX_AGE_S = 3600.0
 
 _OPENING_TIMEOUT_S = 10.0
 
-REPAIR, REEMBED = "repair", "reembed"
-"""Actions that make files from the corpus, and switch to another embedder. No user asked for them at this moment, so
-other writers wait for their end."""
+REPAIR, REEMBED, COMPLETE = "repair", "reembed", "complete uploads"
+"""Actions that make files from the corpus, switch to another embedder, and index the files of killed uploads. No user
+asked for them at this moment, so other writers wait for their end."""
 
 
 def check_is_empty(path: Path) -> None:
@@ -128,8 +128,8 @@ class WriteLock:
 
         Args:
             action: Shown to other processes that are refused meanwhile.
-            timeout_s: Time to wait for another holder; at least 10 s for a repair or a switch to another
-                embedder, unless this is a repair.
+            timeout_s: Time to wait for another holder; at least 10 s for a repair, a switch to another
+                embedder or the completion of uploads, unless this is a repair.
             joins_repair: Let a repair wait for another one, too.
 
         Raises:
@@ -169,7 +169,7 @@ class WriteLock:
         try:
             lock.acquire()
         except Timeout:
-            if not waits or self._holder_note().get("what") not in (REPAIR, REEMBED):
+            if not waits or self._holder_note().get("what") not in (REPAIR, REEMBED, COMPLETE):
                 raise
             lock = FolderLock(self._folder / _LOCK, _OPENING_TIMEOUT_S)
             lock.acquire()
