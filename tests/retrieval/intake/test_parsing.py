@@ -49,7 +49,7 @@ def test_file_over_time_or_memory_limit_fails_and_the_next_file_is_parsed(files:
     (tmp_path / "large.html").write_text("<p>a" * 500_000)
     for name, limits, reason in (
         ("slow.md", DocumentsConfig(num_workers=1, timeout_s=1.0), r"took longer than documents\.timeout_s \(1 s\)"),
-        ("large.html", DocumentsConfig(num_workers=1, max_reader_bytes=60 << 20), "needs more memory"),
+        ("large.html", DocumentsConfig(num_workers=1, max_reader_bytes=60 << 20, timeout_s=20.0), "needs more memory"),
     ):
         pool = ParserPool(limits)
         try:

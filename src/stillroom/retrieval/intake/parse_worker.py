@@ -21,7 +21,7 @@ from stillroom.core.document import Document, Paragraph
 from stillroom.core.ids import DocumentId
 from stillroom.core.metadata import metadata_from_json, metadata_to_json
 from stillroom.errors import DocumentError
-from stillroom.retrieval.intake.process_limits import limit_memory
+from stillroom.retrieval.intake.process_limits import has_used_memory, limit_memory
 from stillroom.retrieval.loaders.load_file import load
 
 OUT_OF_MEMORY = 77
@@ -93,3 +93,5 @@ if __name__ == "__main__":
         main()
     except MemoryError:
         os._exit(OUT_OF_MEMORY)  # the next file gets a new process
+    except Exception:  # a library may make another error of it
+        os._exit(OUT_OF_MEMORY if has_used_memory() else 1)

@@ -19,9 +19,11 @@ from stillroom.config.documents_settings import DocumentsConfig
 from stillroom.core.document import Document
 from stillroom.errors import DocumentError, ReaderUnavailableError
 from stillroom.retrieval.intake.parse_worker import OUT_OF_MEMORY, decode_document
+from stillroom.retrieval.intake.process_limits import has_used_memory
 
 _MAX_AUTOMATIC_WORKERS = 8
 _START_TIMEOUT_S = 120.0
+_TOO_LARGE = "needs more memory than documents.max_reader_bytes; split it or raise the limit"
 _END_TIMEOUT_S = 10.0
 """Time for a process to exit after it has closed its connection."""
 _MAX_FILES_EACH = 200
@@ -145,7 +147,9 @@ class _Process:
         too_slow = f"took longer than documents.timeout_s ({limit_s:g} s); split it or raise the limit"
         for _ in range(self._config.ocr_max_pages + 1):
             if not self._connection.poll(limit_s):
-                raise self._failure(f"{path}: {too_slow}")
+                # Python may try for ever to raise an error for which there is no memory
+                reason = _TOO_LARGE if has_used_memory(self.pid) else too_slow
+                raise self._failure(f"{path}: {reason}")
             answer: dict[str, object] = json.loads(self._connection.recv_bytes(self._max_answer_bytes))
             if "page" not in answer:
                 return answer
@@ -173,7 +177,7 @@ class _Process:
         except subprocess.TimeoutExpired:
             return "its reader closed the connection without a reply; please report the file"
         if code == OUT_OF_MEMORY:
-            return "needs more memory than documents.max_reader_bytes; split it or raise the limit"
+            return _TOO_LARGE
         if code >= 0:
             return f"its reader ended (exit code {code}); please report the file"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
