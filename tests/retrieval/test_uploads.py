@@ -242,7 +242,7 @@ def test_upload_whose_empty_folder_was_removed_makes_it_again(
                 assert not path.parent.exists()
         return open_file(path)
 
-    monkeypatch.setattr("stillroom.retrieval.uploads.open_file", open_late)
+    monkeypatch.setattr("stillroom.retrieval.uploaded_files.open_file", open_late)
     [result] = add(uploads, a_txt="one")
     assert swept and result.outcome == "added"
 

@@ -49,7 +49,7 @@ _LOWEST = np.float32(-1e20)
 _UNSEEN = np.float32(-1e30)
 _MOST_ROWS = 8
 _dot_4x64, _dot_4x48, _dot_8x32, _dot_8x16 = (dot_block(4, 64), dot_block(4, 48), dot_block(8, 32), dot_block(8, 16))
-"""Fewer than twelve sums leave the processor waiting for its own additions."""
+"""Few sums in registers leave the processor waiting for its own additions, so narrow blocks have more rows."""
 _PAIRS = BLOCK // 2
 _tiles_2x2, _tiles_2x1 = tile_block(2, 2), tile_block(2, 1)
 

@@ -21,7 +21,7 @@ from stillroom.ops.cpu_elements import exp, read, write
 from stillroom.ops.cpu_panels import panel_gate, panel_products
 from stillroom.ops.cpu_products import linear_bfloat16, linear_scaled, product
 from stillroom.ops.cpu_row_attention import attend_rows
-from stillroom.ops.cpu_vectors import LANES
+from stillroom.ops.cpu_vectors import HAS_DOT, LANES
 
 # T tokens, H query heads, G key/value heads, D head dimension, S slots
 
@@ -275,11 +275,12 @@ def compile_all() -> None:
         blocks = ((slots, slots), np.zeros((0, 3), np.int64))
         arguments = (rotation, slots, cache, contexts, splits, blocks, limits, 1e-5, num_threads)
         decode_layer(x, (norm, norm), matrices, biases, *arguments)
-    pairs = np.zeros((2 * LANES, LANES), np.uint32)
-    for dtype in (np.float32, np.uint16):
-        out = np.empty((1, 2 * LANES), dtype)
-        panel_products(np.zeros((1, 2 * LANES), np.uint16), pairs, out, False, num_threads)
-    panel_gate(np.zeros((1, 2 * LANES), np.uint16), pairs, np.empty((1, LANES), np.uint16), num_threads)
+    if HAS_DOT:
+        pairs = np.zeros((2 * LANES, LANES), np.uint32)
+        for dtype in (np.float32, np.uint16):
+            out = np.empty((1, 2 * LANES), dtype)
+            panel_products(np.zeros((1, 2 * LANES), np.uint16), pairs, out, False, num_threads)
+        panel_gate(np.zeros((1, 2 * LANES), np.uint16), pairs, np.empty((1, LANES), np.uint16), num_threads)
     q, kv, places = np.zeros((1, 1, LANES), np.float32), np.zeros((1, 1, LANES), np.uint16), np.zeros(1, np.int64)
     seen, tasks = (places, places + 1), split_queries(np.array([[0, 1]]), 1, 1)
     attend_blocks(q, (kv, kv.copy()), contexts, seen, tasks, limits, q.copy(), num_threads)

@@ -185,7 +185,7 @@ class AnswerCollector:
                         self.answer = replace(self.answer, warnings=warnings)
                 except Exception:
                     logger.exception(
-                        "the citations of %s cannot be found; its text is complete", self.answer.request_id
+                        "citations or warnings of %s cannot be found; its text is complete", self.answer.request_id
                     )
             self._on_finish(self.answer)
 

@@ -1,12 +1,15 @@
 """Files below `kb/uploads`: allowed names, the files that exist, and the record of pending uploads."""
 
+import contextlib
 import os
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
+from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import UsageError
 from stillroom.retrieval.loaders.document_metadata import SIDECAR, given_metadata, is_sidecar, with_given
 from stillroom.retrieval.store.corpus import Corpus
@@ -87,3 +90,17 @@ def note_pending(
 def restore_sources(corpus: Corpus, before: Mapping[str, SourceFile | None]) -> None:
     """Restore the records of files as `note_pending` returned them; None deletes a record. Precondition: as there."""
     corpus.commit(sources=[SourceUpdate(name, source) for name, source in before.items()])
+
+
+_NUM_REPEATS = 3
+"""Times that an upload makes its folder again; each needs a writer that begins between two operations of a file."""
+
+
+def open_incoming(folder: Path, path: Path) -> BinaryIO:
+    """Open a new file in a folder of uploads in progress, which a writer may remove while it is empty."""
+    for _ in range(_NUM_REPEATS):
+        with contextlib.suppress(FileNotFoundError):
+            make_folder(folder)
+            return open_file(path)
+    make_folder(folder)
+    return open_file(path)

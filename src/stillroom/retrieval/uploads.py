@@ -22,7 +22,6 @@ from typing import BinaryIO, Literal
 from stillroom.core.cancellation import Cancellation
 from stillroom.core.document import DocumentInfo
 from stillroom.core.ids import DocumentId
-from stillroom.core.private_files import make_folder, open_file
 from stillroom.errors import (
     ChangeCancelledError,
     SeveralDocumentsError,
@@ -40,6 +39,7 @@ from stillroom.retrieval.store.sql_rows import SourceFile
 from stillroom.retrieval.uploaded_files import (
     checked_name,
     note_pending,
+    open_incoming,
     restore_sources,
     unindexed_info,
     uploaded_files,
@@ -47,8 +47,6 @@ from stillroom.retrieval.uploaded_files import (
 
 _STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS})
 """Errors of the disk, not of one file."""
-_NUM_REPEATS = 3
-"""Times that an upload makes its folder again; each needs a writer that begins between two operations of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +247,7 @@ class Uploads:
         with self._handling_disk_errors(file):
             self._check_place(file.path)
             make_folder_durably(self._folder)
-            with _opened_in(incoming, file.received) as target:
+            with open_incoming(incoming, file.received) as target:
                 shutil.copyfileobj(stream, target)
                 target.flush()
                 os.fsync(target.fileno())
@@ -383,16 +381,6 @@ class Uploads:
 def _parents(path: Path) -> Iterator[Path]:
     """Yield the folders above a relative path, innermost first."""
     return (parent for parent in path.parents if parent != Path())
-
-
-def _opened_in(folder: Path, path: Path) -> BinaryIO:
-    """Open a new file in a folder of uploads in progress, which a writer may remove while it is empty."""
-    for _ in range(_NUM_REPEATS):
-        with contextlib.suppress(FileNotFoundError):
-            make_folder(folder)
-            return open_file(path)
-    make_folder(folder)
-    return open_file(path)
 
 
 def _link_or_copy(path: Path, to: Path) -> None:
